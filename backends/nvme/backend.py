@@ -1,0 +1,288 @@
+"""The NVMe tier: blocks in preallocated slots of segment files, moved by direct I/O from and to the caller's buffers.
+
+State changes on the I/O loop alone and threads move bytes, so nothing here needs a lock. Each call runs as a task of its
+own that a cancelled caller waits for: what it has begun it also accounts for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from backends.nvme.blocks import Blocks
+from backends.nvme.config import NvmeConfig
+from backends.nvme.directory import lock_directory, prepare, unlock
+from backends.nvme.fileio import FileIO
+from backends.nvme.inspect import (
+    INSPECT_BATCH_BLOCKS,
+    InspectedBlock,
+    describe,
+    inspect_directory,
+    verify_entries,
+)
+from backends.nvme.limits import PAGE_BYTES, Limits, round_up
+from backends.nvme.transfer import Batch
+from tiering.api import (
+    Backend,
+    BackendCapabilities,
+    BackendError,
+    BlockKey,
+    ClosedError,
+    Namespace,
+    Outcome,
+    ScanEntry,
+    Usage,
+    run_blocking,
+)
+from tiering.api import ConfigError
+
+T = TypeVar("T")
+
+
+class NvmeBackend(Backend):
+    """Exclusive and persistent. ``sum(stored_bytes) + overhead_bytes <= capacity`` is the caller's part of the bargain;
+    that the owner's directory never occupies more than ``capacity`` is this one's, and it holds without the first.
+
+    ``io`` is for tests that make system calls fail.
+    """
+
+    def __init__(self, config: NvmeConfig, *, io: FileIO | None = None) -> None:
+        self.config = config
+        self._limits = Limits.of(config.capacity_bytes)
+        self.capabilities = BackendCapabilities(
+            persistent=True,
+            shared=False,
+            exclusive=True,
+            alignment_bytes=PAGE_BYTES,
+            header_bytes=PAGE_BYTES,
+            overhead_bytes=self._limits.overhead_bytes,
+            can_scan=True,
+        )
+        self._tier = config.name or config.type
+        self._io = io
+        self._blocks: Blocks | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock_fd = -1
+        self._begun = False
+        self._closed = False
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._upkeep: asyncio.Task[None] | None = None
+        self._last_counters: dict[str, int] = {}
+        self._found: dict[str, int] = {}
+        """What recovery counted."""
+
+    # Life.
+
+    async def open(self, namespace: Namespace) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._tier}: open after aclose; make a new backend")
+        if self._begun:
+            raise BackendError("open was called a second time; make a new backend", tier=self._tier, op="open")
+        self._begun = True
+        self._require_room(namespace)
+        await self._finished(self._spawn(self._open(namespace), "open"))
+
+    async def aclose(self, deadline_s: float) -> None:
+        self._closed = True
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        await self._drain(deadline)
+        if self._blocks is not None:
+            self._spawn(self._blocks.finish(), "finish")
+            await self._drain(deadline)
+        self._last_counters = self.counters()
+        self._release()
+
+    def _require_room(self, namespace: Namespace) -> None:
+        largest = PAGE_BYTES + round_up(max(namespace.payload_bytes), PAGE_BYTES)
+        if largest > self._limits.data_bytes_max:
+            raise ConfigError(
+                f"{self._tier}.capacity: {self._limits.capacity_bytes} bytes, of which the index may need"
+                f" {self._limits.overhead_bytes}, hold no block of {largest} bytes; raise `capacity:`"
+            )
+
+    async def _open(self, namespace: Namespace) -> None:
+        self._io = self._io or FileIO()
+        self._executor = ThreadPoolExecutor(self.config.threads, thread_name_prefix=f"{self._tier}-nvme")
+        try:
+            self._lock_fd = await run_blocking(lambda: lock_directory(self.config, make=True), executor=self._executor)
+            found = await prepare(self.config, self._limits, namespace, self._io, self._executor)
+            self._blocks = Blocks(namespace, self.config, self._limits, found, self._io, self._executor)
+            self._found = {
+                "torn_records": found.torn_records,
+                "lost_blocks": found.lost_blocks,
+                "header_scans": found.header_scans,
+            }
+            await self._blocks.start(found)
+        except OSError as error:
+            self._release()
+            place = error.filename or self.root
+            raise BackendError(f"{place}: {error.strerror}", tier=self._tier, op="open", retryable=True) from error
+        except BaseException:
+            self._release()
+            raise
+
+    async def _drain(self, deadline: float) -> None:
+        """Wait for the calls in flight. Raises ``BackendError`` past the deadline; everything stays open then."""
+        while self._calls:
+            left_s = deadline - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait(self._calls, timeout=max(0.0, left_s))
+            if not done and left_s <= 0:
+                raise BackendError(f"{len(self._calls)} calls outlast the deadline", tier=self._tier, op="aclose")
+
+    def _release(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
+        if self._executor is not None:
+            self._executor.shutdown()  # idle: every call was waited for
+            self._executor = None
+        if self._lock_fd >= 0:
+            unlock(self._lock_fd)
+            self._lock_fd = -1
+
+    # Blocks.
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return self._require("contains").contains(keys)
+
+    async def load(self, items: Sequence[tuple[BlockKey, memoryview]]) -> list[Outcome]:
+        return await self._call("load", lambda blocks, batch: blocks.load(batch, items))
+
+    async def store(self, items: Sequence[tuple[BlockKey, memoryview]]) -> list[Outcome]:
+        return await self._call("store", lambda blocks, batch: blocks.store(batch, items))
+
+    async def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        return await self._call("delete", lambda blocks, _: blocks.delete(keys))
+
+    async def scan(self) -> AsyncIterator[list[ScanEntry]]:
+        async for part in self._require("scan").scan():
+            yield part
+            self._require("scan")
+
+    async def usage(self) -> Usage:
+        """``allocated_bytes`` is what the filesystem says of the owner's directory, not what we believe."""
+
+        async def measure(blocks: Blocks, _: Batch) -> Usage:
+            allocated_bytes = await run_blocking(_allocated_bytes, self.root, executor=blocks.executor)
+            return Usage(allocated_bytes, blocks.index.live_bytes)
+
+        return await self._call("usage", measure)
+
+    def link(self, parents: Mapping[BlockKey, BlockKey]) -> None:
+        self._require("link").link(parents)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._require("touch").touch(keys)
+
+    # For people and benchmarks.
+
+    @property
+    def root(self) -> Path:
+        """The owner's directory."""
+        return self.config.path / self.config.owner
+
+    @property
+    def o_direct(self) -> bool:
+        """Whether blocks bypass the page cache: as configured, until the filesystem refuses."""
+        return self._blocks.transfer.o_direct if self._blocks else self.config.o_direct
+
+    def counters(self) -> dict[str, int]:
+        """Since ``open``: blocks by outcome (``load_ok``, ``store_refused``, ...) and what happened to the directory."""
+        blocks = self._blocks
+        if blocks is None:
+            return dict(self._last_counters)
+        return {
+            **blocks.counters,
+            **self._found,
+            "corrupt": blocks.counters["load_corrupt"],
+            "buffered_fallbacks": blocks.transfer.fallbacks,
+            "compactions": blocks.journal.compactions,
+            "failed_compactions": blocks.journal.failed_compactions,
+            "grown_bytes": blocks.space.counters.grown_bytes,
+            "reclaimed_bytes": blocks.space.counters.reclaimed_bytes,
+        }
+
+    async def inspect(self, *, verify: bool = False) -> AsyncIterator[list[InspectedBlock]]:
+        """Every block, least recently used first; ``verify`` reads each. Also without ``open``: see ``inspect_directory``."""
+        if not self._begun:
+            async for part in inspect_directory(self.config, verify_blocks=verify):
+                yield part
+            return
+        handles = list(self._require("inspect").index.entries)
+        for first in range(0, len(handles), INSPECT_BATCH_BLOCKS):
+            some = handles[first : first + INSPECT_BATCH_BLOCKS]
+            yield await self._call("inspect", lambda blocks, _, some=some: _inspect(blocks, some, verify))  # type: ignore[misc]
+
+    # Calls.
+
+    def _require(self, op: str) -> Blocks:
+        if self._closed:
+            raise ClosedError(f"{self._tier}: {op} after aclose")
+        if self._blocks is None:
+            raise BackendError(f"{op} before open", tier=self._tier, op=op)
+        return self._blocks
+
+    async def _call(self, op: str, work: Callable[[Blocks, Batch], Coroutine[Any, Any, T]]) -> T:
+        blocks = self._require(op)
+        batch = Batch()
+        result = await self._finished(self._spawn(work(blocks, batch), op), batch)
+        if blocks.upkeep_due and (self._upkeep is None or self._upkeep.done()) and not self._closed:
+            self._upkeep = self._spawn(blocks.keep_up(), "upkeep")
+        return result
+
+    def _spawn(self, work: Coroutine[Any, Any, T], op: str) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=f"{self._tier}-{op}")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+    async def _finished(self, task: asyncio.Task[T], batch: Batch | None = None) -> T:
+        """The task's result, however often this is cancelled meanwhile: its threads use the caller's buffers."""
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            if batch is not None:
+                batch.cancelled = True
+            while not task.done():
+                try:
+                    await asyncio.wait((task,))
+                except asyncio.CancelledError:
+                    continue
+            if not task.cancelled():
+                task.exception()  # nobody is left to hear of it
+            raise
+        return task.result()
+
+
+async def _inspect(blocks: Blocks, handles: Sequence[bytes], verify: bool) -> list[InspectedBlock]:
+    entries = [(handle, entry) for handle in handles if (entry := blocks.index.entries.get(handle))]
+    if not verify:
+        return [describe(blocks.index, *one, None) for one in entries]
+    for _, entry in entries:
+        entry.readers += 1
+    try:
+        return await run_blocking(
+            verify_entries, blocks.index, entries, blocks.io, blocks.descriptors, executor=blocks.executor
+        )
+    finally:
+        for _, entry in entries:
+            blocks.leave(entry)
+
+
+def _allocated_bytes(root: Path) -> int:
+    total = root.stat().st_blocks
+    pending = [root]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks
+                except FileNotFoundError:
+                    continue  # renamed or removed meanwhile
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))
+    return total * 512

@@ -1,0 +1,211 @@
+"""Segment files and the state of each of their slots, in memory. Decides; does no I/O. Used on the I/O loop alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from backends.nvme.limits import Limits
+
+HOLE: Final = 0
+"""Not allocated on the device."""
+FREE: Final = 1
+"""Allocated, and nobody's."""
+BUSY: Final = 2
+"""Holds a block, is being written or read, or is being given back."""
+
+_HOLE_BYTE: Final = bytes((HOLE,))
+_FREE_BYTE: Final = bytes((FREE,))
+_BUSY_BYTE: Final = bytes((BUSY,))
+_NAME: Final = re.compile(r"([0-9]+)-([0-9]+)\.seg")
+
+
+class Segment:
+    """One file of ``slots`` slots of one size. ``free`` and ``busy`` count states; ``SegmentTable`` alone changes them."""
+
+    __slots__ = ("allocated_bytes", "busy", "free", "number", "path", "slot_bytes", "slots", "state")
+
+    def __init__(self, number: int, slot_bytes: int, slots: int, path: Path) -> None:
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.path = path
+        self.state = bytearray(slots)
+        self.free = 0
+        self.busy = 0
+        self.allocated_bytes = 0
+        """As the filesystem last said, its own metadata included."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+class Place(NamedTuple):
+    segment: Segment
+    slot: int
+
+
+class SlotRange(NamedTuple):
+    """``length`` slots from ``start`` on, side by side in one segment."""
+
+    segment: Segment
+    start: int
+    length: int
+
+
+def segment_name(number: int, slot_bytes: int) -> str:
+    return f"{slot_bytes}-{number}.seg"
+
+
+def parse_segment_name(name: str) -> tuple[int, int] | None:
+    """``(number, slot_bytes)``; None if no segment is called so."""
+    found = _NAME.fullmatch(name)
+    return (int(found[2]), int(found[1])) if found else None
+
+
+class SegmentTable:
+    """All segments of the directory."""
+
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        self.directory = directory
+        self.limits = limits
+        self.by_number: dict[int, Segment] = {}
+        self._by_size: dict[int, list[Segment]] = {}
+        """In order of number. The lowest are filled first, so that the last ones empty and can be given back."""
+        self._next_number = 1
+        self.claimed_bytes = 0
+        """Slots that are FREE or BUSY: at least what the data of all segments occupies."""
+        self.allocated_bytes = 0
+        """Sum over the segments of what the filesystem said."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What may still be claimed; negative after the capacity was lowered.
+
+        The filesystem's own word counts where it charges more than the slots and the reserve for their extents, as one
+        with blocks above 4 KiB may.
+        """
+        charged = max(self.claimed_bytes, self.allocated_bytes - self.limits.extents_bytes_max)
+        return self.limits.data_bytes_max - charged
+
+    def new_segment(self, slot_bytes: int) -> Segment | None:
+        """A segment of holes without a file yet; None if the directory has as many files as it may."""
+        if len(self.by_number) >= self.limits.segments_max:
+            return None
+        return self.add(self._next_number, slot_bytes, self.limits.slots_per_segment(slot_bytes))
+
+    def add(self, number: int, slot_bytes: int, slots: int) -> Segment:
+        segment = Segment(number, slot_bytes, slots, self.directory / segment_name(number, slot_bytes))
+        self.by_number[number] = segment
+        same = self._by_size.setdefault(slot_bytes, [])
+        same.append(segment)
+        same.sort(key=lambda one: one.number)
+        self._next_number = max(self._next_number, number + 1)
+        return segment
+
+    def remove(self, segment: Segment) -> None:
+        """The file is gone. Its number is not used again while this object lives."""
+        if self.by_number.pop(segment.number, None) is None:
+            return
+        self._by_size[segment.slot_bytes].remove(segment)
+        self.claimed_bytes -= (segment.free + segment.busy) * segment.slot_bytes
+        self.allocated_bytes -= segment.allocated_bytes
+
+    def measured(self, segment: Segment, allocated_bytes: int) -> None:
+        if segment.number in self.by_number:
+            self.allocated_bytes += allocated_bytes - segment.allocated_bytes
+            segment.allocated_bytes = allocated_bytes
+
+    def mark(self, slots: SlotRange, state: int) -> None:
+        """Set ``slots``, which all have one state, to ``state``. Nothing happens once the segment is gone."""
+        segment, start, length = slots
+        if segment.number not in self.by_number:
+            return
+        old = segment.state[start]
+        segment.state[start : start + length] = bytes((state,)) * length
+        for which, sign in ((old, -length), (state, length)):
+            if which == FREE:
+                segment.free += sign
+            elif which == BUSY:
+                segment.busy += sign
+        self.claimed_bytes += ((state != HOLE) - (old != HOLE)) * length * segment.slot_bytes
+
+    def count_busy(self) -> None:
+        """After recovery has set the slots of its blocks BUSY, and all others are holes."""
+        for segment in self:
+            segment.busy = segment.state.count(BUSY)
+        self.claimed_bytes = sum(segment.busy * segment.slot_bytes for segment in self)
+
+    def assume_allocated(self, segment: Segment, stop: int) -> None:
+        """After an open: what is not BUSY below slot ``stop`` may well be allocated, and counts so."""
+        part = segment.state[:stop]
+        count = part.count(HOLE)
+        segment.state[:stop] = part.replace(_HOLE_BYTE, _FREE_BYTE)
+        segment.free += count
+        self.claimed_bytes += count * segment.slot_bytes
+
+    def seize(self, segment: Segment) -> None:
+        """Nobody may take a slot of this segment, none of which is busy, while its file is removed."""
+        segment.state[:] = segment.state.replace(_FREE_BYTE, _BUSY_BYTE)
+        segment.free, segment.busy = 0, segment.free
+
+    def unseize(self, segment: Segment) -> None:
+        """The file stays after all."""
+        segment.state[:] = segment.state.replace(_BUSY_BYTE, _FREE_BYTE)
+        segment.free, segment.busy = segment.busy, 0
+
+    def release(self, segment: Segment, slot: int) -> None:
+        """The slot's block is gone for good."""
+        self.mark(SlotRange(segment, slot, 1), FREE)
+
+    def take(self, slot_bytes: int, count: int) -> list[Place]:
+        """Up to ``count`` FREE slots, BUSY from now on; side by side if there is such a run."""
+        having = [segment for segment in self._by_size.get(slot_bytes, ()) if segment.free]
+        for segment in having:
+            start = segment.state.find(_FREE_BYTE * count) if segment.free >= count else -1
+            if start >= 0:
+                self.mark(SlotRange(segment, start, count), BUSY)
+                return [Place(segment, slot) for slot in range(start, start + count)]
+        taken: list[Place] = []
+        for segment in having:
+            start = segment.state.find(FREE)
+            while start >= 0 and len(taken) < count:
+                self.mark(SlotRange(segment, start, 1), BUSY)
+                taken.append(Place(segment, start))
+                start = segment.state.find(FREE, start + 1)
+        return taken
+
+    def holes(self, slot_bytes: int, count: int) -> SlotRange | None:
+        """Up to ``count`` holes side by side in one existing segment of that size."""
+        for segment in self._by_size.get(slot_bytes, ()):
+            start = segment.state.find(HOLE)
+            if start >= 0:
+                return SlotRange(segment, start, _run_length(segment.state, start, HOLE, count))
+        return None
+
+    def empty_segments(self) -> list[Segment]:
+        """Segments without a busy slot."""
+        return [segment for segment in self.by_number.values() if not segment.busy]
+
+    def free_ranges(self, wanted_bytes: int) -> list[SlotRange]:
+        """FREE slots of about ``wanted_bytes``, from the last segments first."""
+        found: list[SlotRange] = []
+        for segment in sorted(self.by_number.values(), key=lambda one: -one.number):
+            start = segment.state.find(FREE) if segment.free else -1
+            while start >= 0 and wanted_bytes > 0:
+                count = _run_length(segment.state, start, FREE, -(-wanted_bytes // segment.slot_bytes))
+                found.append(SlotRange(segment, start, count))
+                wanted_bytes -= count * segment.slot_bytes
+                start = segment.state.find(FREE, start + count)
+        return found
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self.by_number.values())
+
+
+def _run_length(state: bytearray, start: int, value: int, count_max: int) -> int:
+    window = state[start : start + count_max]
+    return len(window) - len(window.lstrip(bytes((value,))))

@@ -1,0 +1,42 @@
+"""A model small enough that a whole demo, its second process included, takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tiering.cli.demo import ModelSpec, Scale
+
+TINY = Scale(
+    model=ModelSpec(
+        layers=2,
+        hidden=64,
+        intermediate=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab=128,
+        initializer_range=0.15,
+    ),
+    tokens_per_block=16,
+    system_tokens=48,
+    document_tokens=96,
+    message_tokens=10,
+    answer_tokens=8,
+)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Scale:
+    return TINY
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Bit-equality holds between runs with as many threads; other tests keep theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,78 @@
+"""A manager over real backends that go wrong on demand, and blocks whose bytes tell which key they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.memory import MemoryBackend, MemoryConfig
+from tiering import KVLayout, TieringConfig, block_keys
+from tiering.api import BackendConfig
+from tiering.testing.faults import FaultPlan, FaultyBackend
+
+BLOCK_BYTES = 4096
+TOKENS = 4
+LAYOUT = KVLayout.uniform(model="test", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
+
+plans: dict[str, FaultPlan] = {}
+made: dict[str, list[FaultyTier]] = {}
+_labels = itertools.count()
+
+
+class FaultyTier(FaultyBackend):
+    """A memory tier under the plan that its configuration names."""
+
+    def __init__(self, config: FaultyConfig) -> None:
+        super().__init__(MemoryBackend(config), plans[config.label])
+        made.setdefault(config.label, []).append(self)
+
+
+class FaultyConfig(MemoryConfig):
+    backend: ClassVar[str] = "tests.manager.world:FaultyTier"
+    type: Literal["faulty"] = "faulty"  # type: ignore[assignment]
+    label: str
+
+
+def faulty(name: str, blocks: int = 64, **options: Any) -> tuple[FaultyConfig, FaultPlan]:
+    """Configuration of a faulty tier with room for ``blocks`` blocks, and the plan that rules it."""
+    label = f"{name}-{next(_labels)}"
+    plans[label] = FaultPlan()
+    return FaultyConfig(name=name, label=label, capacity_bytes=blocks * (BLOCK_BYTES + 128), **options), plans[label]
+
+
+def backend_of(config: FaultyConfig) -> FaultyTier:
+    """The backend in use (the newest) of a faulty tier."""
+    return made[config.label][-1]
+
+
+def config(slots: int, *tiers: BackendConfig | dict[str, Any], reserve: str = "0%", **sections: Any) -> TieringConfig:
+    primary = {"capacity": slots * BLOCK_BYTES, "store_reserve": reserve, **sections.pop("primary", {})}
+    return TieringConfig.from_dict({"primary": primary, "tiers": list(tiers), **sections})
+
+
+def keys_of(n: int, salt: bytes = b"", layout: KVLayout = LAYOUT) -> list[bytes]:
+    """A chain of ``n`` keys; another salt gives an unrelated chain."""
+    return block_keys(list(range(n * layout.groups[0].tokens_per_block)), layout, salt=salt)
+
+
+def content(key: bytes, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
+    """The one right content of a key: derived from it by sha256 alone."""
+    seed = int.from_bytes(hashlib.sha256(b"content" + key).digest()[:8], "big")
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def rows(keys: Sequence[bytes], size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
+    return np.stack([content(key, size) for key in keys]) if keys else np.empty((0, size), np.uint8)
+
+
+def blank(n: int, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
+    return np.full((n, size), 0xEE, np.uint8)
+
+
+def is_blank(out: npt.NDArray[np.uint8]) -> bool:
+    return bool((out == 0xEE).all())

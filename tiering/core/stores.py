@@ -1,0 +1,298 @@
+"""GPU -> CPU: granting slots to a run of blocks, evicting for it, and what follows when the copy has landed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Container, Sequence
+
+from tiering.core import demotion, promotion, restore
+from tiering.core.events import Grant, StorePlan, StoreRequested
+from tiering.core.moves import (
+    block_of,
+    evict_all,
+    fail_fill,
+    forget_if_idle,
+    grant_all,
+    land_all,
+    learn_parent,
+    note_remote,
+    release_doomed,
+)
+from tiering.core.state import Block, Pool, StoreJob, World
+from tiering.core.transitions import CellState, PrimaryState, SlotState
+from tiering.types import BlockKey, Outcome
+
+READY, ABSENT = PrimaryState.READY, PrimaryState.ABSENT
+
+ORPHAN = "orphan: the stated parent is in no tier"
+NO_SLOT = "no free slot in the primary tier"
+
+
+def request_store(world: World, event: StoreRequested) -> StorePlan:
+    """Grant slots to the longest head that fits; what is there or on its way needs none."""
+    pool, keys, parent = world.pools[event.pool], event.keys, event.parent
+    counters = world.counters
+    if keys and parent is not None and _is_orphan(world, parent, keys[0]):
+        counters.refused_blocks += len(keys)
+        return StorePlan(0, (), (), 0, ORPHAN)
+    own = set(keys)
+    missing, present = _sort(world, keys, repeats=len(own) < len(keys))
+    if parent is not None:
+        own.add(parent)
+    room = make_free(world, pool, len(missing), own=own, flow_through=True, spare_owed=event.patient)
+    lacking = len(missing) - room
+    stop = missing[room] if lacking else len(keys)
+    del missing[room:]
+    job, grants = _grant(world, pool, event, missing)
+    touch(world, pool, keys)
+    _offer_again(world, event, present)
+    counters.present_blocks += bisect_left(present, stop)
+    retry = lacking > 0 and event.patient and _may_free(world, pool)
+    if retry:
+        world.retry_wanted = True
+    else:
+        counters.refused_blocks += lacking
+    return StorePlan(job, grants, tuple(present), stop, NO_SLOT if lacking else "", retry)
+
+
+def _is_orphan(world: World, parent: BlockKey, first: BlockKey) -> bool:
+    """The parent is known to be in no tier (an unasked shared tier gets the benefit of the doubt)."""
+    block = world.blocks.get(parent)
+    if block is not None and block.copies:
+        return False
+    head = world.blocks.get(first)
+    if head is not None and head.state is not ABSENT:
+        return False
+    for tier in world.tiers:
+        cell = block.cells[tier.index] if block is not None else None
+        if cell is None:
+            if not tier.authoritative:
+                return False
+        elif cell.state in (CellState.UNKNOWN, CellState.ASKING):
+            return False
+    return True
+
+
+def _sort(world: World, keys: Sequence[BlockKey], *, repeats: bool) -> tuple[list[int], list[int]]:
+    """Positions that need a slot, and positions that are READY or FILLING. A repeated key needs one slot."""
+    get = world.blocks.get
+    missing: list[int] = []
+    present: list[int] = []
+    for index, key in enumerate(keys):
+        block = get(key)
+        if block is None or block.state is ABSENT:
+            missing.append(index)
+        else:
+            present.append(index)
+    if repeats:
+        missing = sorted({keys[index]: index for index in reversed(missing)}.values())
+    return missing, present
+
+
+def _grant(world: World, pool: Pool, event: StoreRequested, granted: list[int]) -> tuple[int, tuple[Grant, ...]]:
+    """Records, chain links and slots for these positions; the job (0: none) and its grants."""
+    keys, parent = event.keys, event.parent
+    if not granted:
+        return 0, ()
+    blocks: list[Block] = []
+    for index in granted:
+        block = block_of(world, keys[index], pool.index)
+        if block.parent is None:
+            learn_parent(world, block, keys[index - 1] if index else parent)
+        blocks.append(block)
+    slots = grant_all(world, pool, blocks)
+    job = StoreJob(world.next_id(), pool.index, blocks, slots)
+    world.stores[job.job] = job
+    return job.job, tuple(map(Grant._make, zip(granted, [block.key for block in blocks], slots, strict=True)))
+
+
+def _offer_again(world: World, event: StoreRequested, present: Sequence[int]) -> None:
+    """Offered once more: links that were not known, and demotions that failed, get their new chance."""
+    keys = event.keys
+    for index in present:
+        block = world.blocks[keys[index]]
+        if block.parent is None and learn_parent(world, block, keys[index - 1] if index else event.parent):
+            tell_policies(world, block)
+        if block.state is READY:
+            demotion.owe_again(world, block)
+
+
+def _may_free(world: World, pool: Pool) -> bool:
+    """Something in flight or owed will free a slot, or make a block evictable, without anybody's help."""
+    return bool(pool.busy or world.ops) or any(tier.writable and tier.owed for tier in world.tiers)
+
+
+# -- what policies hear -----------------------------------------------------------------------------------------------
+
+
+def touch(world: World, pool: Pool, keys: Sequence[BlockKey]) -> None:
+    """A request used the path, in every tier: without it the far tiers forget what the near ones serve."""
+    pool.policy.touch(keys)
+    for tier in world.tiers:
+        if tier.policy is not None:
+            tier.policy.touch(keys)
+
+
+def tell_policies(world: World, block: Block) -> None:
+    """The block's parent has become known: those that hold it link it."""
+    if block.state is READY:
+        world.pools[block.pool].policy.admit((block.key,), block.parent)
+    for tier in world.tiers:
+        cell = block.cells[tier.index]
+        if tier.policy is None or cell is None or not cell.stored_bytes:
+            continue
+        if cell.state is not CellState.DELETING and block.key not in tier.unvouched:
+            tier.policy.admit((block.key,), block.parent)
+
+
+def admit_runs(pool: Pool, blocks: Sequence[Block]) -> None:
+    """Tell the policy of new residents, one call for each contiguous run."""
+    run: list[BlockKey] = []
+    parent: BlockKey | None = None
+    for block in blocks:
+        if run and block.parent == run[-1]:
+            run.append(block.key)
+            continue
+        if run:
+            pool.policy.admit(run, parent)
+        run, parent = [block.key], block.parent
+    if run:
+        pool.policy.admit(run, parent)
+
+
+# -- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def make_free(
+    world: World,
+    pool: Pool,
+    n: int,
+    *,
+    own: Container[BlockKey],
+    flow_through: bool,
+    spare_owed: bool,
+    floor: int = 0,
+    also_spared: Callable[[Block], bool] | None = None,
+) -> int:
+    """Evict until ``n`` slots beyond ``floor`` are free, as far as idle blocks go; how many of the ``n`` there are.
+
+    Passes, each less picky: idle blocks of others; with ``flow_through`` those of ``own`` that another tier holds (a
+    chain longer than the primary tier flows through it); at last, unless ``spare_owed``, blocks still owed to a tier.
+    """
+    have = len(pool.free) - floor
+    if have >= n:
+        return n
+    owing = [tier.owed for tier in world.tiers if tier.writable and tier.owed]
+    passes = [(False, owing)]
+    if flow_through:
+        passes.append((True, owing))
+    if owing and not spare_owed:
+        passes.append((flow_through, []))
+    for own_may_go, spared in passes:
+        have += _evict(world, pool, n - have, own, own_may_go, spared, also_spared)
+        if have >= n:
+            return n
+    return max(0, have)
+
+
+def _evict(
+    world: World,
+    pool: Pool,
+    n: int,
+    own: Container[BlockKey],
+    own_may_go: bool,
+    owing: Sequence[Container[BlockKey]],
+    also_spared: Callable[[Block], bool] | None,
+) -> int:
+    """Evict up to ``n`` blocks that the policy names; how many went."""
+    blocks, loads, demotes, leaf_first = world.blocks, pool.loads, pool.demotes, pool.policy.leaf_first
+    inner: set[BlockKey] = set()
+    went = 0
+
+    def protected(key: BlockKey) -> bool:
+        block = blocks[key]
+        slot = block.slot
+        if loads[slot] or demotes[slot] or key in inner:
+            return True
+        if key in own and (not own_may_go or block.copies == 1):
+            return True
+        if also_spared is not None and also_spared(block):
+            return True
+        return any(key in owed for owed in owing) if owing else False
+
+    while went < n:
+        named = pool.policy.victims(n - went, protected)
+        gone = drop(world, pool, named, leaves_only=leaf_first)
+        went += len(gone)
+        if len(gone) == len(named):
+            break
+        # Named by a policy that cannot see their children: those are FILLING, or in another tier alone.
+        inner.update(set(named).difference(gone))
+    return went
+
+
+def drop(world: World, pool: Pool, victims: Sequence[BlockKey], *, leaves_only: bool) -> list[BlockKey]:
+    """Evict these idle blocks from the primary tier; with ``leaves_only`` no last copy of a block with children."""
+    if not victims:
+        return []
+    gone = evict_all(world, pool, victims, leaves_only=leaves_only)
+    pool.policy.forget(gone, evicted=True)
+    world.counters.evicted_blocks += len(gone)
+    lost_from_primary(world, gone)
+    return gone
+
+
+def lost_from_primary(world: World, keys: Sequence[BlockKey]) -> None:
+    """What follows whenever keys become ABSENT in the primary tier, however it came about."""
+    demotion.disown(world, keys)
+    if world.remote_tiers:
+        for key in keys:
+            if (block := world.blocks.get(key)) is not None:
+                note_remote(world, block)
+    if world.holders:
+        restore.lost(world, keys)
+
+
+# -- completion -------------------------------------------------------------------------------------------------------
+
+
+def finish_store(world: World, job_id: int, outcomes: tuple[Outcome, ...]) -> None:
+    """The copies ended: READY and admitted, or ABSENT again; waiting loads and owed tiers learn of it."""
+    job = world.stores.pop(job_id, None)
+    if job is None:
+        world.counters.unknown_completions += 1
+        return
+    if len(outcomes) != len(job.blocks):
+        outcomes = (Outcome.failed(f"{len(outcomes)} outcomes for {len(job.blocks)} blocks"),) * len(job.blocks)
+    pool = world.pools[job.pool]
+    landed = job.blocks
+    if outcomes.count(Outcome.OK) < len(outcomes) or pool.states[job.slots[0]] is SlotState.DOOMED:
+        landed = _sort_out(world, pool, job, outcomes)
+    land_all(pool, landed)
+    world.counters.stored_blocks += len(landed)
+    admit_runs(pool, landed)
+    if world.waiting:
+        for block in landed:
+            promotion.fill_landed(world, pool, block)
+    demotion.owe_after_store(world, landed)
+    if world.holders:
+        restore.settled(world, landed)
+
+
+def _sort_out(world: World, pool: Pool, job: StoreJob, outcomes: tuple[Outcome, ...]) -> list[Block]:
+    """Deal with the fills that nobody wants any more, and with those that failed; the others."""
+    landed: list[Block] = []
+    for block, slot, outcome in zip(job.blocks, job.slots, outcomes, strict=True):
+        if pool.states[slot] is SlotState.DOOMED:
+            release_doomed(pool, slot)
+            world.counters.stale_completions += 1
+        elif outcome.ok:
+            landed.append(block)
+        else:
+            fail_fill(world, pool, block)
+            world.counters.failed_fills += 1
+            promotion.fill_failed(world, block)
+            restore.rest(world, block)
+            lost_from_primary(world, (block.key,))
+            forget_if_idle(world, block)
+    return landed
