@@ -13,7 +13,7 @@ from tiering.errors import BackendError, ClosedError, ConfigError, ShapeError
 from tiering.support.blocking import run_blocking
 from tiering.support.seal import HEADER_BYTES, seal, verify
 from tiering.support.units import ByteCount, Seconds
-from tiering.types import BlockKey, Namespace, Outcome, OutcomeCode, ScanEntry, Usage
+from tiering.types import BlockKey, InspectedBlock, Namespace, Outcome, OutcomeCode, ScanEntry, Usage
 
 API_VERSION = 1
 
@@ -29,6 +29,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "EvictionPolicy",
+    "InspectedBlock",
     "Namespace",
     "Outcome",
     "OutcomeCode",
@@ -165,6 +166,13 @@ class Backend(abc.ABC):
     def scan(self) -> AsyncIterator[list[ScanEntry]]:
         """Everything the tier holds, least recently used first, in batches. Only with ``can_scan``."""
         raise NotImplementedError(f"{type(self).__name__} has can_scan unset")
+
+    def inspect(self, *, verify: bool) -> AsyncIterator[list[InspectedBlock]]:
+        """Every block on the medium, of all namespaces, in batches; for people. Called on a backend that is not open.
+
+        ``verify`` reads and checks each. Changes nothing. Raises ``ConfigError`` if the medium is in use elsewhere.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot list its medium")
 
     async def usage(self) -> Usage | None:
         """Bytes in use now; None if the tier cannot tell."""

@@ -141,6 +141,16 @@ async def load_run(parts: Parts, pool: int, keys: tuple[BlockKey, ...], out: Row
         return len(slots)
 
 
+async def trim(parts: Parts, deadline_s: float) -> None:
+    """Wait until no exclusive tier holds more than its budget: after an open with a capacity that was lowered."""
+    while True:
+        seen = parts.progress.beats
+        tiers = parts.gate.snapshot()["tiers"].values()
+        over = any(tier["room_bytes"] is not None and tier["used_bytes"] > tier["room_bytes"] for tier in tiers)
+        if not over or not await wait_until(parts.clock, parts.progress.after(seen), deadline_s):
+            return
+
+
 # -- hold and flush ---------------------------------------------------------------------------------------------------
 
 
@@ -163,13 +173,17 @@ async def held_run(parts: Parts, pool: int, keys: tuple[BlockKey, ...], rows: Ro
 
 
 async def _restore(parts: Parts, pool: int, hold: int, rows: Rows, due: Pulse) -> None:
-    seen = 0
+    """Copy again what falls due. What found no room is tried again, when the core says so and every now and then."""
+    seen, pause_s = 0, parts.core.world.spec.restore_pause_s
+    budget = max(parts.config.restore.bytes_per_step_max, parts.layout.groups[pool].block_bytes)
+    more = False
     while True:
-        await due.after(seen)
+        pulse = due.after(seen)
+        await (wait_until(parts.clock, pulse, parts.clock.now() + pause_s) if more else pulse)
         seen = due.beats
-        budget = parts.config.restore.bytes_per_step_max
         plan = parts.gate.handle(ev.RestoreRequested(parts.clock.now(), hold, budget))
         assert isinstance(plan, ev.StorePlan)
+        more = plan.retry
         if plan.job:
             await _fill(parts, pool, plan, rows)
 

@@ -21,7 +21,7 @@ from tiering.runtime.clock import Clock, SystemClock
 from tiering.runtime.waiting import wait_until
 from tiering.stats import collect_stats
 from tiering.sync import SyncFace
-from tiering.types import KEY_BYTES_MAX, BlockKey, FlushReport, KVLayout, PrefixMatch, StoreReport
+from tiering.types import KEY_BYTES_MAX, BlockKey, FlushReport, KVLayout, PrefixMatch, StoreReport, Usage
 
 Keys: TypeAlias = Sequence[BlockKey]
 KeysByGroup: TypeAlias = Mapping[int, Sequence[BlockKey]]
@@ -32,6 +32,8 @@ STORE_DEADLINE_S = 30.0
 LOAD_DEADLINE_S = 30.0
 """Default of ``load`` and ``prefetch``. Each read has its tier's deadline besides."""
 FLUSH_DEADLINE_S = 60.0
+OPEN_TRIM_S = 30.0
+"""How long ``open`` waits for an exclusive tier whose capacity was lowered to shrink to it."""
 CLOSE_DEADLINE_S = 10.0
 """How long a close, or a reset, waits for calls in flight before it gives a hung tier up."""
 
@@ -114,6 +116,7 @@ class TieringOffloadingManager:
         try:
             failures = await self._on_io(parts.driver.open(namespace_of(self._layout, self._epoch)))
             _raise_config_error(failures)
+            await flows.trim(parts, self._clock.now() + OPEN_TRIM_S)
             metrics = self._config.metrics
             if metrics.prometheus_port is not None:
                 self._metrics = MetricsServer(self.stats, metrics.host, metrics.prometheus_port)
@@ -218,17 +221,13 @@ class TieringOffloadingManager:
         with self._call() as parts:
             limit_s = max((tier.deadline_s for tier in self._config.tiers), default=0.0)
             until_s = self._clock.now() + (limit_s if deadline_s is None else deadline_s)
-            matches = [
-                await flows.match_run(parts, group, run, until_s) for group, run in self._key_runs(keys)
-            ]
+            matches = [await flows.match_run(parts, group, run, until_s) for group, run in self._key_runs(keys)]
             return min(matches, key=lambda match: match.tokens)
 
     @overload
     async def load(self, keys: Keys, out: Any, *, deadline_s: float = ...) -> int: ...
     @overload
-    async def load(
-        self, keys: KeysByGroup, out: Mapping[int, Any], *, deadline_s: float = ...
-    ) -> dict[int, int]: ...
+    async def load(self, keys: KeysByGroup, out: Mapping[int, Any], *, deadline_s: float = ...) -> dict[int, int]: ...
     async def load(
         self, keys: Keys | KeysByGroup, out: Any, *, deadline_s: float = LOAD_DEADLINE_S
     ) -> int | dict[int, int]:
@@ -284,16 +283,22 @@ class TieringOffloadingManager:
         with self._call() as parts:
             self._epoch = epoch
 
-
             def switch() -> None:
                 parts.gate.handle(ev.Reset(self._clock.now()))
 
             failures = await self._on_io(parts.driver.reopen(namespace_of(self._layout, epoch), deadline_s, switch))
             _raise_config_error(failures)
+            await flows.trim(parts, self._clock.now() + deadline_s)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as plain values: the numbers that the metrics page shows."""
         return collect_stats(self.parts)
+
+    async def usage(self) -> dict[str, Usage | None]:
+        """What each tier itself says it occupies; None where it cannot tell."""
+        with self._call() as parts:
+            usage: dict[str, Usage | None] = await self._on_io(parts.driver.usage())
+            return usage
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -342,5 +347,3 @@ def _check_keys(keys: Sequence[object], name: str) -> None:
         if type(key) is not bytes or not 0 < len(key) <= KEY_BYTES_MAX:
             what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise ShapeError(f"{name}[{index}]: a block key is 1 to {KEY_BYTES_MAX} bytes; got {what}")
-
-

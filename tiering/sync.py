@@ -98,4 +98,3 @@ class SyncFace:
         """The block's bytes in a slot of a plan: writable, flat, valid until ``complete`` or ``release``."""
         parts = self._manager.parts
         return parts.arena.view(group, slot, parts.layout.groups[group].block_bytes)
-

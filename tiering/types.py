@@ -181,7 +181,9 @@ class Namespace:
         for payload in reversed(self.payload_bytes):
             if -(-payload // alignment_bytes) * alignment_bytes == view_bytes:
                 return payload
-        raise ShapeError(f"no block of this namespace fits a view of {view_bytes} bytes (payloads: {self.payload_bytes})")
+        raise ShapeError(
+            f"no block of this namespace fits a view of {view_bytes} bytes (payloads: {self.payload_bytes})"
+        )
 
 
 class TierState(enum.Enum):
@@ -216,6 +218,23 @@ class Usage:
 
     allocated_bytes: int
     live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedBlock:
+    """One block as ``Backend.inspect`` found it on the medium, of whatever namespace.
+
+    ``place`` names where it lies, in words (a file and a slot). ``outcome`` is None where the block was not read.
+    """
+
+    namespace_digest: bytes
+    namespace_fields: Mapping[str, str]
+    """Of the ``Namespace``; empty where the medium does not tell."""
+    key: BlockKey
+    parent: BlockKey | None
+    stored_bytes: int
+    place: str
+    outcome: Outcome | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,18 @@ from tiering.api import (
     BackendError,
     BlockKey,
     ClosedError,
+    ConfigError,
     Namespace,
     Outcome,
     ScanEntry,
     Usage,
     run_blocking,
 )
-from tiering.api import ConfigError
 
 T = TypeVar("T")
+
+QUICK_THREADS = 2
+"""Beside the configured ones, for short calls that blocks wait for: one may log while the other allocates."""
 
 
 class NvmeBackend(Backend):
@@ -65,7 +68,7 @@ class NvmeBackend(Backend):
         self._tier = config.name or config.type
         self._io = io
         self._blocks: Blocks | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._executors: list[ThreadPoolExecutor] = []
         self._lock_fd = -1
         self._begun = False
         self._closed = False
@@ -106,11 +109,13 @@ class NvmeBackend(Backend):
 
     async def _open(self, namespace: Namespace) -> None:
         self._io = self._io or FileIO()
-        self._executor = ThreadPoolExecutor(self.config.threads, thread_name_prefix=f"{self._tier}-nvme")
+        executor = ThreadPoolExecutor(self.config.threads, thread_name_prefix=f"{self._tier}-nvme")
+        quick_executor = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix=f"{self._tier}-nvme-quick")
+        self._executors = [executor, quick_executor]
         try:
-            self._lock_fd = await run_blocking(lambda: lock_directory(self.config, make=True), executor=self._executor)
-            found = await prepare(self.config, self._limits, namespace, self._io, self._executor)
-            self._blocks = Blocks(namespace, self.config, self._limits, found, self._io, self._executor)
+            self._lock_fd = await run_blocking(lambda: lock_directory(self.config, make=True), executor=executor)
+            found = await prepare(self.config, self._limits, namespace, self._io, executor)
+            self._blocks = Blocks(namespace, self.config, self._limits, found, self._io, executor, quick_executor)
             self._found = {
                 "torn_records": found.torn_records,
                 "lost_blocks": found.lost_blocks,
@@ -137,9 +142,9 @@ class NvmeBackend(Backend):
         if self._blocks is not None:
             self._blocks.close()
             self._blocks = None
-        if self._executor is not None:
-            self._executor.shutdown()  # idle: every call was waited for
-            self._executor = None
+        for executor in self._executors:
+            executor.shutdown()  # idle: every call was waited for
+        self._executors = []
         if self._lock_fd >= 0:
             unlock(self._lock_fd)
             self._lock_fd = -1

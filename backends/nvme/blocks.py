@@ -33,8 +33,16 @@ class Blocks:
     """Not cancellable: each coroutine is run to its end, as a task that a cancelled caller waits for."""
 
     def __init__(
-        self, namespace: Namespace, config: NvmeConfig, limits: Limits, found: Recovered, io: FileIO, executor: Executor
+        self,
+        namespace: Namespace,
+        config: NvmeConfig,
+        limits: Limits,
+        found: Recovered,
+        io: FileIO,
+        executor: Executor,
+        quick_executor: Executor,
     ) -> None:
+        """``executor`` moves blocks; ``quick_executor`` does what blocks wait for: log records, allocate space."""
         self.index = found.index
         self.table = found.table
         self.counters: Counter[str] = Counter()
@@ -42,8 +50,8 @@ class Blocks:
         self.executor = executor
         self.descriptors = Descriptors(io)
         root = config.path / config.owner
-        self.space = Space(self.table, limits, io, self.descriptors, executor, self.lose)
-        self.journal = Journal(root, limits, io, self.index, executor, durable=config.sync == "batch")
+        self.space = Space(self.table, limits, io, self.descriptors, quick_executor, self.lose)
+        self.journal = Journal(root, limits, io, self.index, executor, quick_executor, durable=config.sync == "batch")
         self.transfer = Transfer(
             namespace, io, self.descriptors, threads=config.threads, o_direct=config.o_direct
         )  # fmt: skip
@@ -253,7 +261,7 @@ class Blocks:
         await self._spread(self.transfer.write, batch)
         await self._sync(batch)
         written: list[Move] = []
-        for move in batch.moves:
+        for move in sorted(batch.moves, key=lambda one: one.at):  # the caller's order is the order of use
             outcomes[move.at] = move.outcome
             if move.vanished or move.entry.segment.number not in self.table.by_number:
                 outcomes[move.at] = Outcome.failed("its segment file was removed", retryable=True)

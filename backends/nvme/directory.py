@@ -14,8 +14,7 @@ from backends.nvme.limits import PAGE_BYTES, Limits, round_up
 from backends.nvme.manifest import FORMAT, MANIFEST, Manifest, UnreadableManifest, read_manifest, write_manifest
 from backends.nvme.recovery import SEGMENTS, Damaged, Recovered, recover, remove_everything, remove_leftovers
 from backends.nvme.segments import BUSY, Segment, SegmentTable
-from tiering.api import Namespace, run_blocking
-from tiering.api import ConfigError
+from tiering.api import ConfigError, Namespace, run_blocking
 
 LOCK = "lock"
 

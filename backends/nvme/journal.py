@@ -39,15 +39,24 @@ class JournalFile:
 
 
 class Journal:
-    """Used on the I/O loop; its file work runs in ``executor``. Errors are values: a full disk is not an accident.
+    """Used on the I/O loop; its file work runs in threads. Errors are values: a full disk is not an accident.
 
     Order is the caller's: a PUT is given after its data was written, a slot is reused after its DELETE was taken. The
     index changes before its record is given, so a snapshot taken at any time holds all that the journals before it say.
     """
 
     def __init__(
-        self, root: Path, limits: Limits, io: FileIO, index: Index, executor: Executor, *, durable: bool
+        self,
+        root: Path,
+        limits: Limits,
+        io: FileIO,
+        index: Index,
+        executor: Executor,
+        quick_executor: Executor,
+        *,
+        durable: bool,
     ) -> None:
+        """Snapshots are written in ``executor``, appends in ``quick_executor``: they must not queue behind blocks."""
         self.compactions = 0
         self.failed_compactions = 0
         self._root = root
@@ -55,6 +64,7 @@ class Journal:
         self._io = io
         self._index = index
         self._executor = executor
+        self._quick_executor = quick_executor
         self._durable = durable
         """fdatasync each group."""
         self._files: list[JournalFile] = []
@@ -133,7 +143,7 @@ class Journal:
             try:
                 if len(self._files) == 1:
                     async with self._writing:
-                        await run_blocking(self._rotate, executor=self._executor)
+                        await run_blocking(self._rotate, executor=self._quick_executor)
                     await self._write_snapshot(self._files[-1].sequence)
                 else:
                     # The last attempt failed and left two journals. There is no space for a third: appends wait.
@@ -171,7 +181,7 @@ class Journal:
         data = b"".join(group for group, _ in groups)
         error: OSError | None = None
         try:
-            await run_blocking(self._append_bytes, data, executor=self._executor)
+            await run_blocking(self._append_bytes, data, executor=self._quick_executor)
         except OSError as caught:
             error = caught
         finally:

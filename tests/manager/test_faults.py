@@ -14,6 +14,7 @@ from tests.manager.world import (
     blank,
     config,
     content,
+    eventually,
     faulty,
     is_blank,
     keys_of,
@@ -144,7 +145,7 @@ async def test_reset_and_close_are_bounded_by_their_deadline() -> None:
     closing = asyncio.create_task(manager.aclose(deadline_s=5, flush=False))
     while not closing.done():
         await clock.advance(1.0)
-        if clock.now() > 6:  # given up by then; let the thread below end
+        if clock.now() > 300:  # given up long since; let the thread below end
             plan.release()
     assert closing.result() == ["far"]
 
@@ -173,11 +174,11 @@ async def test_slow_tier_holds_no_slot_of_the_fast_one() -> None:
     keys = keys_of(32)
     async with TieringOffloadingManager(config(8, near, far, flush_on_close=0), LAYOUT) as manager:
         far_plan.hang("store")
-        async with asyncio.timeout(60):
-            report = await manager.store(keys, rows(keys), deadline_s=5)
-        assert report.stored >= 8
+        report = await manager.store(keys, rows(keys))
+        assert report.stored == 32
         match = await manager.match(keys)
-        assert match.blocks == report.stored
+        assert match.blocks == 32
+        assert manager.stats()["tiers"]["far"]["lent_bytes"] <= 2 * BLOCK_BYTES
         far_plan.release()
 
 
@@ -204,9 +205,9 @@ async def test_enospc_is_reported_and_passes() -> None:
     async with TieringOffloadingManager(config(8, tier), LAYOUT) as manager:
         plan.enospc(stores=4)
         await manager.store(keys, rows(keys))
-        first = await manager.flush()
+        await manager.flush()
         stats = manager.stats()
-        assert first.lost + stats["tiers"]["far"]["parked_blocks"] > 0
+        assert stats["demote_failures"] >= 4
         assert stats["primary"]["busy_slots"] == 0
         assert (await manager.flush()).lost == 0
         assert manager.stats()["tiers"]["far"]["parked_blocks"] == 0
@@ -324,6 +325,9 @@ async def test_metrics_that_lie_invariants_between_counters() -> None:
     keys = keys_of(8)
     async with TieringOffloadingManager(config(4, tier), LAYOUT) as manager:
         await _flushed(manager, keys)
+        usage = await backend_of(tier).usage()
+        assert usage is not None
+        assert manager.stats()["tiers"]["far"]["used_bytes"] == usage.live_bytes == 8 * (BLOCK_BYTES + 128)
         plan.outcomes("load", Outcome.MISSING, keys=[keys[3]])
         for n in (2, 8, 8, 5):
             await manager.load(keys[:n], blank(n))
@@ -333,16 +337,14 @@ async def test_metrics_that_lie_invariants_between_counters() -> None:
         assert stats["query_blocks"] == 2 + 8 + 8 + 5
         assert stats["query_blocks"] == stats["hit_blocks"] + stats["miss_blocks"]
         assert sum(stats["hit_blocks_by_tier"].values()) == stats["hit_blocks"]
-        usage = await backend_of(tier).usage()
-        assert usage is not None
-        assert stats["tiers"]["far"]["used_bytes"] == usage.live_bytes
         assert stats["open_loads"] == stats["open_stores"] == 0
 
 
 async def _idle(manager: TieringOffloadingManager) -> None:
-    async with asyncio.timeout(20):
-        while manager.stats()["open_ops"]:
-            await asyncio.sleep(0)
+    async def no_op_open() -> bool:
+        return not manager.stats()["open_ops"]
+
+    await eventually(no_op_open)
 
 
 def test_contents_differ_by_key() -> None:

@@ -15,6 +15,7 @@ from tests.manager.world import (
     backend_of,
     blank,
     config,
+    eventually,
     faulty,
     is_blank,
     keys_of,
@@ -229,7 +230,9 @@ async def test_calls_before_open_and_after_close_say_so() -> None:
 
 async def test_a_capacity_below_one_block_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"primary.capacity"):
-        async with TieringOffloadingManager(config(4), KVLayout.uniform(model="m", tokens_per_block=1, block_bytes=1 << 20)):
+        async with TieringOffloadingManager(
+            config(4), KVLayout.uniform(model="m", tokens_per_block=1, block_bytes=1 << 20)
+        ):
             pass
 
 
@@ -262,7 +265,7 @@ async def test_holding_fills_what_was_never_stored() -> None:
 
 
 async def _until(manager: TieringOffloadingManager, keys: list[bytes], blocks: int) -> None:
-    """The restore runs in the background: wait for its work, not for a time."""
-    async with asyncio.timeout(20):
-        while (await manager.match(keys)).blocks < blocks:
-            await asyncio.sleep(0)
+    async def there() -> bool:
+        return (await manager.match(keys)).blocks >= blocks
+
+    await eventually(there)

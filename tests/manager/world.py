@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -68,6 +69,13 @@ def content(key: bytes, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
 
 def rows(keys: Sequence[bytes], size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
     return np.stack([content(key, size) for key in keys]) if keys else np.empty((0, size), np.uint8)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+    """Let the loop turn until the condition holds: what runs in the background is waited for, not a time."""
+    async with asyncio.timeout(limit_s):
+        while not await condition():  # noqa: ASYNC110 - it yields, it does not sleep
+            await asyncio.sleep(0)
 
 
 def blank(n: int, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:

@@ -519,3 +519,18 @@ async def test_steady_queue_before_a_hung_tier_is_the_tiers_fault() -> None:
         assert rig.state == "down"
         at_s = next(e.now_s for e in rig.sink.events if isinstance(e, TierChanged) and e.state is TierState.DOWN)
         assert at_s <= 100.0 + 1.0 + 3 * 0.05
+
+
+async def test_cancelled_while_it_runs_lands_and_is_not_tried_again() -> None:
+    """Row 27."""
+    async with opened() as rig:
+        rig.plan.latency("load", 0.2, times=1)
+        blip = Outcome.failed("blip", retryable=True)
+        rig.plan.outcomes("load", blip, keys=[key(0)], times=1)
+        op = rig.load(0, 1)
+        await rig.settle()
+        rig.driver.submit([Cancel(op, "mem")])
+        await rig.clock.advance(0.2)
+        assert rig.sink.outcomes(op) == (blip, Outcome.MISSING)
+        await rig.clock.advance(1.0)
+        assert rig.backend.calls["load"] == 1

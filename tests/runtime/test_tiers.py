@@ -190,12 +190,13 @@ async def test_no_trial_while_every_place_is_held_by_a_hung_call() -> None:
         assert [rig.sink.outcomes(op) for op in ops] == [(Outcome.failed("deadline"),)] * 3
 
 
-async def test_retries_stop_when_the_breaker_opens() -> None:
+@pytest.mark.parametrize("op_name", ["load", "store", "delete"])
+async def test_retries_stop_when_the_breaker_opens(op_name: Op) -> None:
     async with opened(spec=dataclasses.replace(SPEC, retry_max=10, backoff_s=0.01)) as rig:
-        rig.plan.fail_calls("load", lambda: BackendError("refused", retryable=True))
-        op = rig.load(0)
+        rig.plan.fail_calls(op_name, lambda: BackendError("refused", retryable=True))
+        op = {"load": rig.load, "store": rig.store, "delete": rig.delete}[op_name](0)
         await rig.clock.advance(0.1)
-        assert rig.backend.calls["load"] == 3
+        assert rig.backend.calls[op_name] == 3
         outcomes = rig.sink.outcomes(op)
         assert outcomes is not None
         assert outcomes[0].why == "refused"

@@ -118,7 +118,9 @@ def _capacity(backend: Backend, config: BackendConfig, layout: KVLayout) -> dict
         return {"blocks": None, "tokens": None}
     blocks = max(0, config.capacity_bytes - caps.overhead_bytes) // caps.stored_bytes(group.block_bytes)
     if not blocks:
-        raise ConfigError(f"tier {config.name or config.type!r}: its capacity holds no block of {group.block_bytes} bytes")
+        raise ConfigError(
+            f"tier {config.name or config.type!r}: its capacity holds no block of {group.block_bytes} bytes"
+        )
     return {"blocks": blocks, "tokens": blocks * group.tokens_per_block}
 
 

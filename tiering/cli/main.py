@@ -126,9 +126,7 @@ def config_schema() -> None:
 def demo(
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write a chart of the times to first token to this PNG.")] = None,
-    path: Annotated[
-        Path | None, typer.Option(help="Directory of the NVMe tier; a temporary one by default.")
-    ] = None,
+    path: Annotated[Path | None, typer.Option(help="Directory of the NVMe tier; a temporary one by default.")] = None,
     conversations: Annotated[int | None, typer.Option(min=2, help="Conversations that alternate.")] = None,
     turns: Annotated[int | None, typer.Option(min=2, help="Turns of each conversation.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model's weights and of the prompts.")] = None,

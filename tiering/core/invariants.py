@@ -198,7 +198,7 @@ def _check_loads(world: World) -> None:
     awaited: Counter[tuple[int, BlockKey]] = Counter()
     for job in world.loads.values():
         where = f"load job {job.job}"
-        _require(len(job.slots) == job.cursor <= job.limit <= len(job.keys), f"{where}: {len(job.slots)} slots, {job}")
+        _require(len(job.slots) == job.cursor <= job.limit <= len(job.keys), f"{where}: its positions are out of order")
         _same(job.pending, job.slots.count(-1), f"{where}: awaited positions")
         _same(job.done, not job.pending and job.cursor >= job.limit, f"{where}: done")
         for index, slot in enumerate(job.slots):

@@ -115,9 +115,9 @@ def grant_all(world: World, pool: Pool, blocks: Sequence[Block]) -> list[int]:
     slots: list[int] = []
     before: Block | None = None
     for block in blocks:
-        slot = free.pop()
         if block.state is not ABSENT:
             raise _illegal(block, Move.GRANT)
+        slot = free.pop()
         if states[slot] is not SLOT_FREE:
             raise _illegal_slot(pool, slot, Move.GRANT)
         states[slot] = SLOT_FILLING

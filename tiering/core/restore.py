@@ -110,8 +110,9 @@ def request_restore(world: World, event: RestoreRequested) -> StorePlan:
     if len(blocks) < within:
         _skip(world, "no_slot", within - len(blocks))
         hold.looks_again_s = world.now_s + world.spec.restore_pause_s
+    later = bool(hold.due)
     if not blocks:
-        return StorePlan(0, (), (), len(hold.keys))
+        return StorePlan(0, (), (), len(hold.keys), retry=later)
     job = StoreJob(world.next_id(), pool.index, blocks, slots)
     world.stores[job.job] = job
     world.counters.restored_blocks += len(blocks)
@@ -119,7 +120,7 @@ def request_restore(world: World, event: RestoreRequested) -> StorePlan:
     if len(blocks) == within:
         _notify(world, hold)
     grants = tuple(Grant(hold.position[block.key], block.key, slot) for block, slot in zip(blocks, slots, strict=True))
-    return StorePlan(job.job, grants, (), len(hold.keys))
+    return StorePlan(job.job, grants, (), len(hold.keys), retry=later)
 
 
 def _is_absent(world: World, key: BlockKey) -> bool:

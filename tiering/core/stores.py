@@ -27,6 +27,9 @@ READY, ABSENT = PrimaryState.READY, PrimaryState.ABSENT
 ORPHAN = "orphan: the stated parent is in no tier"
 NO_SLOT = "no free slot in the primary tier"
 
+BACKED_STEP_MAX = 2048
+"""Blocks looked at in one search for those that another tier holds: about a millisecond."""
+
 
 def request_store(world: World, event: StoreRequested) -> StorePlan:
     """Grant slots to the longest head that fits; what is there or on its way needs none."""
@@ -177,58 +180,74 @@ def make_free(
     """Evict until ``n`` slots beyond ``floor`` are free, as far as idle blocks go; how many of the ``n`` there are.
 
     Passes, each less picky: idle blocks of others; with ``flow_through`` those of ``own`` that another tier holds (a
-    chain longer than the primary tier flows through it); at last, unless ``spare_owed``, blocks still owed to a tier.
+    chain longer than the primary tier flows through it); any that another tier holds, leaf or not; at last, unless
+    ``spare_owed``, blocks still owed to a tier.
     """
     have = len(pool.free) - floor
     if have >= n:
         return n
     owing = [tier.owed for tier in world.tiers if tier.writable and tier.owed]
-    passes = [(False, owing)]
-    if flow_through:
-        passes.append((True, owing))
-    if owing and not spare_owed:
-        passes.append((flow_through, []))
-    for own_may_go, spared in passes:
-        have += _evict(world, pool, n - have, own, own_may_go, spared, also_spared)
-        if have >= n:
-            return n
-    return max(0, have)
+    spared = _spared(world, pool, own, False, owing, also_spared)
+    have += _evict(world, pool, n - have, spared)
+    if have < n and flow_through:
+        spared = _spared(world, pool, own, True, owing, also_spared)
+        have += _evict(world, pool, n - have, spared)
+    if have < n and world.tiers and pool.policy.leaf_first:
+        have += _evict_backed(world, pool, n - have, spared)
+    if have < n and owing and not spare_owed:
+        have += _evict(world, pool, n - have, _spared(world, pool, own, flow_through, (), also_spared))
+    return max(0, min(n, have))
 
 
-def _evict(
+def _spared(
     world: World,
     pool: Pool,
-    n: int,
     own: Container[BlockKey],
     own_may_go: bool,
     owing: Sequence[Container[BlockKey]],
     also_spared: Callable[[Block], bool] | None,
-) -> int:
-    """Evict up to ``n`` blocks that the policy names; how many went."""
-    blocks, loads, demotes, leaf_first = world.blocks, pool.loads, pool.demotes, pool.policy.leaf_first
-    inner: set[BlockKey] = set()
-    went = 0
+) -> Callable[[BlockKey], bool]:
+    """Tells which blocks a pass of eviction leaves alone."""
+    blocks, loads, demotes = world.blocks, pool.loads, pool.demotes
 
-    def protected(key: BlockKey) -> bool:
+    def spared(key: BlockKey) -> bool:
         block = blocks[key]
         slot = block.slot
-        if loads[slot] or demotes[slot] or key in inner:
+        if loads[slot] or demotes[slot]:
             return True
         if key in own and (not own_may_go or block.copies == 1):
             return True
         if also_spared is not None and also_spared(block):
             return True
-        return any(key in owed for owed in owing) if owing else False
+        # Owed to a slow tier but held by another is not lost: the slow one must not keep the slot from the fast one.
+        return block.copies == 1 and any(key in owed for owed in owing) if owing else False
 
+    return spared
+
+
+def _evict(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool]) -> int:
+    """Evict up to ``n`` blocks that the policy names; how many went."""
+    inner: set[BlockKey] = set()
+    went = 0
     while went < n:
-        named = pool.policy.victims(n - went, protected)
-        gone = drop(world, pool, named, leaves_only=leaf_first)
+        named = pool.policy.victims(n - went, (lambda key: key in inner or spared(key)) if inner else spared)
+        gone = drop(world, pool, named, leaves_only=pool.policy.leaf_first)
         went += len(gone)
         if len(gone) == len(named):
             break
         # Named by a policy that cannot see their children: those are FILLING, or in another tier alone.
         inner.update(set(named).difference(gone))
     return went
+
+
+def _evict_backed(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool]) -> int:
+    """Evict up to ``n`` blocks that another tier holds, also where others behind them stay; how many went.
+
+    The policy's order is kept: it is asked as if all might go. Bounded, because it may have much to say in vain.
+    """
+    order = pool.policy.victims(BACKED_STEP_MAX, lambda key: False)
+    backed = [key for key in order if world.blocks[key].copies > 1 and not spared(key)]
+    return len(drop(world, pool, backed[:n], leaves_only=False))
 
 
 def drop(world: World, pool: Pool, victims: Sequence[BlockKey], *, leaves_only: bool) -> list[BlockKey]:

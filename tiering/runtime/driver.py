@@ -8,6 +8,7 @@ what a block is worth: the driver knows queues, deadlines, retries and breakers,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,13 +17,13 @@ from typing import Any, Final
 from tiering.api import Backend
 from tiering.core.commands import Cancel, Command, Delete, Demote, Probe, Promote, Touch
 from tiering.core.events import OpFinished
-from tiering.errors import ClosedError
+from tiering.errors import ClosedError, TieringError
 from tiering.runtime.alarms import Alarms
 from tiering.runtime.clock import Clock
 from tiering.runtime.counters import TierCounts
 from tiering.runtime.ports import LaneSpec, Notice, Run, Sink, SlotViews, TierHealth, Wiring, log
 from tiering.runtime.tiers import Tier
-from tiering.types import Namespace, Outcome, TierState
+from tiering.types import Namespace, Outcome, TierState, Usage
 
 __all__ = ["Driver", "LaneSpec", "Notice", "Sink", "SlotViews", "TierCounts", "TierHealth"]
 
@@ -143,6 +144,20 @@ class Driver:
         if not self._abandoned():
             await asyncio.wait((self._root,))
         return self._abandoned()
+
+    async def usage(self) -> dict[str, Usage | None]:
+        """What each tier's backend says it occupies; None if it is not open, cannot tell, or not by its deadline."""
+        found: dict[str, Usage | None] = dict.fromkeys(self._tiers)
+
+        async def ask(name: str, backend: Backend) -> None:
+            with contextlib.suppress(TieringError):
+                found[name] = await backend.usage()
+
+        for name, tier in self._tiers.items():
+            if tier.lane.backend is not None:
+                task = self._start(functools.partial(ask, name, tier.lane.backend), f"tiering-{name}-usage")
+                await self._alarms.wait([task], self._clock.now() + tier.spec.deadline_s)
+        return found
 
     def health(self) -> dict[str, TierHealth]:
         """A snapshot of each tier. Any thread."""

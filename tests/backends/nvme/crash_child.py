@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.backends.nvme import rig
 
 CAPACITY = 12 * rig.MIB
+WORKERS = 3
 
 
 def size_of(number: int) -> int:
@@ -34,7 +35,7 @@ async def write(path: Path, round_: int) -> None:
                     say("deleting", oldest)
                     await backend.delete([rig.key_of(oldest)])
 
-        await asyncio.gather(*(worker(n) for n in range(3)))
+        await asyncio.gather(*(worker(n) for n in range(WORKERS)))
 
 
 def say(what: str, number: int) -> None:

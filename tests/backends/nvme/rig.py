@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,8 @@ from typing import TypeAlias
 from backends.nvme.backend import NvmeBackend
 from backends.nvme.config import NvmeConfig
 from backends.nvme.fileio import FileIO
-from tiering.api import BackendError, Namespace, Outcome, OutcomeCode, ScanEntry
-from tiering.errors import ConfigError
+from tiering.api import Namespace, Outcome, OutcomeCode, ScanEntry
 from tiering.types import Group, KVLayout
-
-__all__ = ["BackendError", "ConfigError", "FileIO", "NvmeBackend", "OutcomeCode"]
 
 Hook: TypeAlias = Callable[[str, Path], None]
 
@@ -239,3 +237,11 @@ def slots_on_disk(root: Path) -> list[Found]:
 def slot_of(root: Path, key: bytes) -> Found:
     """Where the block ``key`` was stored last."""
     return max((one for one in slots_on_disk(root) if one.key == key), key=lambda one: one.generation)
+
+
+def record(
+    kind: int, *, key: bytes = b"", segment: int = 0, slot: int = 0, generation: int = 0, namespace: int = 0
+) -> bytes:
+    """An index record, by the format's own rules."""
+    body = struct.pack("<BBBxHHIQ36s36s", kind, len(key), 0, namespace, slot, segment, generation, key, b"")
+    return struct.pack("<I", zlib.crc32(body)) + body

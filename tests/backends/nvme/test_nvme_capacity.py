@@ -9,6 +9,7 @@ import pytest
 
 from tests.backends.nvme import rig
 from tests.backends.nvme.rig import MIB, OK, REFUSED, disk_bytes, key_of, stored_bytes
+from tiering.api import OutcomeCode
 
 CAPACITY = 12 * MIB
 
@@ -31,11 +32,11 @@ class Sampler:
 async def test_disk_fills_up_limit_holds_with_concurrent_writers(tmp_path: Path, o_direct: bool) -> None:
     """row 17: four writers of three sizes and a deleter offer many times what fits."""
     sampler = Sampler(tmp_path / "default")
-    seen: set[rig.OutcomeCode] = set()
+    seen: set[OutcomeCode] = set()
     async with rig.opened(tmp_path, io=sampler.io(), capacity=CAPACITY, o_direct=o_direct) as backend:
 
         async def write(writer: int) -> None:
-            for turn in range(12):
+            for turn in range(7):
                 size = rig.SIZES[(writer + turn) % 3]
                 keys = [key_of(1000 * writer + 10 * turn + n) for n in range(6)]
                 seen.update(await rig.store(backend, keys, size))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-
 from backends.nvme.backend import NvmeBackend
 from tests.backends.nvme import rig
 from tiering.api import Backend
@@ -26,3 +25,4 @@ class TestNvme(BackendTests):
 
 class TestNvmeThroughThePageCache(TestNvme):
     fields: ClassVar[dict[str, object]] = {"o_direct": False, "sync": "batch", "threads": 1}
+    payload_sizes = (4096, 4097)

@@ -9,12 +9,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
+from backends.nvme.backend import NvmeBackend
 from tests.backends.nvme import rig
 from tests.backends.nvme.rig import FAILED, MIB, OK, disk_bytes, key_of, stored_bytes
+from tiering.api import BackendError
+from tiering.errors import ConfigError
 
 
 @pytest.fixture
@@ -69,12 +73,13 @@ async def test_full_disk_still_deletes_and_moves_space_between_sizes(small_disk:
 
 
 def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        write_for_ever(file)
+
+
+def write_for_ever(file: FileIO) -> None:
+    while True:
+        file.write(bytes(4096))
 
 
 @pytest.mark.parametrize(
@@ -209,15 +214,15 @@ def test_file_size_limit_of_the_process(tmp_path: Path) -> None:
 async def test_hung_device_keeps_the_directory_until_it_answers(tmp_path: Path) -> None:
     """Rule 9: past the deadline ``aclose`` says so and releases nothing; a later one completes."""
     gate = rig.Gate("write_direct", ".seg")
-    backend = rig.NvmeBackend(rig.config(tmp_path), io=rig.HookedIO(before=gate))
+    backend = NvmeBackend(rig.config(tmp_path), io=rig.HookedIO(before=gate))
     await backend.open(rig.namespace())
     gate.close()
     storing = asyncio.create_task(rig.store(backend, [key_of(1)]))
     await gate.reached()
-    with pytest.raises(rig.BackendError, match="outlast the deadline"):
+    with pytest.raises(BackendError, match="outlast the deadline"):
         await backend.aclose(0.01)
-    with pytest.raises(rig.ConfigError, match="in use by another backend"):
-        await rig.NvmeBackend(rig.config(tmp_path)).open(rig.namespace())
+    with pytest.raises(ConfigError, match="in use by another backend"):
+        await NvmeBackend(rig.config(tmp_path)).open(rig.namespace())
     gate.open()
     assert await storing == [OK]
     await backend.aclose(10)

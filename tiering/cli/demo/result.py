@@ -142,7 +142,7 @@ class DemoResult:
         return not self.failures
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON object; README and docs name its fields."""
+        """Plain values only. Times are in ms, unless a name says otherwise."""
         return {
             "ok": self.ok,
             "failures": self.failures,
@@ -173,7 +173,7 @@ class DemoResult:
                 "altered_ids": list(self.control.altered_ids),
             },
             "seed": self.options.seed,
-            "model": self.options.scale.to_json(),
+            "scale": self.options.scale.to_json(),
             "machine": dict(self.machine),
             "path": self.path,
             "plot": None if self.options.plot is None else str(self.options.plot),

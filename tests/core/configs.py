@@ -1,0 +1,145 @@
+"""The small worlds that are explored to the end."""
+
+from __future__ import annotations
+
+from tests.core.explore import Config, Events, tier_changes
+from tests.core.worlds import STORED_BYTES, chain, exclusive, shared, spec_of
+from tiering.core import events as ev
+from tiering.core.state import World
+from tiering.types import Outcome, ScanEntry, TierState
+
+A, B, C = chain(3)
+X = b"x"
+
+UP, DOWN, DEGRADED = TierState.UP, TierState.DOWN, TierState.DEGRADED
+
+
+def _up(*names: str) -> tuple[ev.Event, ...]:
+    return tuple(ev.TierChanged(0.0, name, UP) for name in names)
+
+
+def _stored(*keys: bytes, job: int, parent: bytes | None = None) -> tuple[ev.Event, ...]:
+    """A run that the primary tier holds at the start; ``job`` is the number it will get."""
+    return (ev.StoreRequested(0.0, 0, keys, parent), ev.StoreFinished(0.0, job, (Outcome.OK,) * len(keys)))
+
+
+def _scanned(*keys: bytes, foreign: int = 0) -> ev.Event:
+    entries = [ScanEntry(b"f" * (40 + n), STORED_BYTES, foreign=True) for n in range(foreign)]
+    parents = (None, *keys)
+    entries += [ScanEntry(key, STORED_BYTES, parent) for key, parent in zip(keys, parents, strict=False)]
+    return ev.TierScanned(0.0, "nvme", tuple(entries))
+
+
+def _store(world: World, *runs: tuple[tuple[bytes, ...], bytes | None, bool], jobs_max: int = 1) -> Events:
+    if len(world.stores) < jobs_max:
+        for keys, parent, patient in runs:
+            yield ev.StoreRequested(world.now_s, 0, keys, parent, patient)
+
+
+def _load(world: World, *runs: tuple[bytes, ...], jobs_max: int = 2) -> Events:
+    if len(world.loads) < jobs_max:
+        for keys in runs:
+            yield ev.LoadRequested(world.now_s, 0, keys)
+
+
+def _flush(world: World) -> Events:
+    if not world.flushes:
+        yield ev.FlushRequested(world.now_s)
+
+
+def _demoting(world: World) -> Events:
+    yield from _store(world, ((A, B), None, True), ((B,), A, False))
+    yield from tier_changes(world, (UP, DEGRADED))
+    yield from _flush(world)
+
+
+def _flowing(world: World) -> Events:
+    yield from _store(world, ((A, B, C), None, True), ((C,), B, False))
+    yield from _load(world, (A,), jobs_max=1)
+
+
+def _joining(world: World) -> Events:
+    yield from _load(world, (A, B))
+    yield from tier_changes(world)
+
+
+def _asking(world: World) -> Events:
+    yield from _store(world, ((A,), None, False))
+    yield from _load(world, (A,), jobs_max=1)
+    yield ev.ProbeRequested(world.now_s, 0, (A,))
+
+
+def _starving(world: World) -> Events:
+    yield from _load(world, (A, B, C), (X,))
+
+
+def _filling_nearer(world: World) -> Events:
+    yield from _load(world, (A,), jobs_max=1)
+    yield from _store(world, ((X,), None, False))
+    yield from tier_changes(world)
+
+
+def _deleting(world: World) -> Events:
+    yield from _load(world, (A, B), jobs_max=1)
+    yield from _store(world, ((X,), None, False))
+    yield ev.ProbeRequested(world.now_s, 0, (A, B))
+
+
+def _resetting(world: World) -> Events:
+    if len(world.loads) + len(world.stores) < 2:
+        yield from _store(world, ((A,), None, False))
+        yield from _load(world, (A, B), jobs_max=1)
+    yield from _flush(world)
+    yield ev.Reset(world.now_s)
+    yield from tier_changes(world, (UP,))
+
+
+def _holding(world: World) -> Events:
+    yield from _store(world, ((X,), None, False), ((A, B), None, False))
+    if not world.holds:
+        yield ev.HoldRequested(world.now_s, 0, (A, B))
+    for hold in world.holds:
+        yield ev.HoldReleased(world.now_s, hold)
+        yield ev.RestoreRequested(world.now_s, hold, 1 << 30)
+    yield from _load(world, (A,), jobs_max=1)
+
+
+def _counting_hits(world: World) -> Events:
+    yield from _store(world, ((A, B), None, False), ((X,), None, False))
+    yield from _load(world, (A, B), jobs_max=1)
+
+
+CONFIGS = (
+    Config("demote into a tier of one block", spec_of(2, exclusive(room=1, batch=1)), _demoting, _up("nvme")),
+    Config("flow through", spec_of(2, exclusive(room=2, batch=2)), _flowing, _up("nvme")),
+    Config(
+        "join, abort and time out",
+        spec_of(2, exclusive(room=4, batch=2)),
+        _joining,
+        (_scanned(A, B), *_up("nvme")),
+    ),
+    Config("ask a shared tier", spec_of(1, shared()), _asking, _up("redis")),
+    Config(
+        "starve",
+        spec_of(2, exclusive(room=4, batch=2), window=1),
+        _starving,
+        (_scanned(A, B, C), _scanned(X), *_up("nvme")),
+        overdue=False,
+    ),
+    Config(
+        "fill the nearer tier",
+        spec_of(1, exclusive("near", room=1, batch=1), exclusive("nvme", room=2, batch=1)),
+        _filling_nearer,
+        (_scanned(A), *_up("near", "nvme")),
+    ),
+    Config(
+        "delete what is corrupt, foreign or too much",
+        spec_of(2, exclusive(room=2, batch=1)),
+        _deleting,
+        (_scanned(A, B, foreign=1), *_up("nvme")),
+    ),
+    Config("reset", spec_of(2, shared(batch=2)), _resetting, _up("redis")),
+    Config("hold and restore", spec_of(2), _holding),
+    Config("demote after hits", spec_of(2, shared(rule=2)), _counting_hits, _up("redis")),
+    Config("demote on eviction", spec_of(2, exclusive(room=2, rule="on_evict")), _counting_hits, _up("nvme")),
+)
