@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +17,7 @@ from backends.nvme.blocks import Blocks
 from backends.nvme.config import NvmeConfig
 from backends.nvme.directory import lock_directory, prepare, unlock
 from backends.nvme.fileio import FileIO
-from backends.nvme.inspect import (
-    INSPECT_BATCH_BLOCKS,
-    InspectedBlock,
-    describe,
-    inspect_directory,
-    verify_entries,
-)
+from backends.nvme.inspect import inspect_directory
 from backends.nvme.limits import PAGE_BYTES, Limits, round_up
 from backends.nvme.transfer import Batch
 from tiering.api import (
@@ -33,6 +27,7 @@ from tiering.api import (
     BlockKey,
     ClosedError,
     ConfigError,
+    InspectedBlock,
     Namespace,
     Outcome,
     ScanEntry,
@@ -211,16 +206,9 @@ class NvmeBackend(Backend):
             "reclaimed_bytes": blocks.space.counters.reclaimed_bytes,
         }
 
-    async def inspect(self, *, verify: bool = False) -> AsyncIterator[list[InspectedBlock]]:
-        """Every block, least recently used first; ``verify`` reads each. Also without ``open``: see ``inspect_directory``."""
-        if not self._begun:
-            async for part in inspect_directory(self.config, verify_blocks=verify):
-                yield part
-            return
-        handles = list(self._require("inspect").index.entries)
-        for first in range(0, len(handles), INSPECT_BATCH_BLOCKS):
-            some = handles[first : first + INSPECT_BATCH_BLOCKS]
-            yield await self._call("inspect", lambda blocks, _, some=some: _inspect(blocks, some, verify))  # type: ignore[misc]
+    def inspect(self, *, verify: bool) -> AsyncGenerator[list[InspectedBlock], None]:
+        """Every block, least recently used first. Only without ``open``: an open one holds the directory's lock."""
+        return inspect_directory(self.config, verify_blocks=verify)
 
     # Calls.
 
@@ -261,21 +249,6 @@ class NvmeBackend(Backend):
                 task.exception()  # nobody is left to hear of it
             raise
         return task.result()
-
-
-async def _inspect(blocks: Blocks, handles: Sequence[bytes], verify: bool) -> list[InspectedBlock]:
-    entries = [(handle, entry) for handle in handles if (entry := blocks.index.entries.get(handle))]
-    if not verify:
-        return [describe(blocks.index, *one, None) for one in entries]
-    for _, entry in entries:
-        entry.readers += 1
-    try:
-        return await run_blocking(
-            verify_entries, blocks.index, entries, blocks.io, blocks.descriptors, executor=blocks.executor
-        )
-    finally:
-        for _, entry in entries:
-            blocks.leave(entry)
 
 
 def _allocated_bytes(root: Path) -> int:

@@ -19,7 +19,7 @@ from backends.nvme.space import Space, failure
 from backends.nvme.transfer import Batch, Move, Transfer, in_order_of_place
 from tiering.api import BlockKey, Namespace, Outcome, OutcomeCode, ScanEntry, run_blocking
 
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 2 << 20
 """A batch is spread over threads in chunks of at least this size: smaller ones cost more in handing over."""
 
 TOUCHES_LOGGED_AT: Final = 256
@@ -288,6 +288,9 @@ class Blocks:
             return
         in_order_of_place(moves)
         chunks = min(self._threads, len(moves), max(1, sum(move.view.nbytes for move in moves) // CHUNK_BYTES))
+        if chunks == 1:
+            await run_blocking(work, batch, moves, executor=self.executor)
+            return
         size = -(-len(moves) // chunks)
         results = await asyncio.gather(
             *(

@@ -61,7 +61,7 @@ async def prepare(
     if config.recover == "none":
         await run_blocking(remove_everything, root, executor=executor)
     await run_blocking(remove_leftovers, root, executor=executor)
-    manifest = await _manifest(config, root, executor)
+    manifest = await load_manifest(config, executor)
     try:
         found = await run_blocking(_recover, root, namespace.digest, limits, config, executor=executor)
     except Damaged as error:
@@ -75,7 +75,9 @@ async def prepare(
     return found
 
 
-async def _manifest(config: NvmeConfig, root: Path, executor: Executor) -> Manifest:
+async def load_manifest(config: NvmeConfig, executor: Executor) -> Manifest:
+    """An empty one where there is none. Raises ``ConfigError`` if this version must not touch the directory."""
+    root = config.path / config.owner
     try:
         manifest = await read_manifest(root, executor) or Manifest()
     except (UnreadableManifest, OSError) as error:

@@ -2,105 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 from backends.nvme.config import NvmeConfig
-from backends.nvme.directory import lock_directory, refused, unlock
+from backends.nvme.directory import load_manifest, lock_directory, refused, unlock
 from backends.nvme.fileio import Descriptors, FileIO, read_fully
 from backends.nvme.index import Entry, Index
 from backends.nvme.limits import PAGE_BYTES, Limits, round_up
+from backends.nvme.manifest import Manifest
 from backends.nvme.records import parse_extension
 from backends.nvme.recovery import Damaged, recover
 from backends.nvme.space import failure
-from tiering.api import HEADER_BYTES, Namespace, Outcome, run_blocking, verify
+from tiering.api import HEADER_BYTES, InspectedBlock, Namespace, Outcome, run_blocking, verify
 
 INSPECT_BATCH_BLOCKS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class InspectedBlock:
-    """One block. ``outcome`` is None where it was not read; ``handle`` is what ``Backend.delete`` takes."""
-
-    handle: bytes
-    namespace_digest: bytes
-    key: bytes
-    parent: bytes | None
-    segment: str
-    """Name of the segment file."""
-    slot: int
-    stored_bytes: int
-    generation: int
-    outcome: Outcome | None
-
-
-async def inspect_directory(config: NvmeConfig, *, verify_blocks: bool = False) -> AsyncIterator[list[InspectedBlock]]:
+async def inspect_directory(config: NvmeConfig, *, verify_blocks: bool) -> AsyncGenerator[list[InspectedBlock], None]:
     """The blocks of a directory that no backend has open, least recently used first, all namespaces alike.
 
-    Every handle is a foreign one, with the namespace's digest. ``verify_blocks`` reads and verifies each. Raises
-    ``ConfigError`` if the directory is in use or cannot be read.
+    ``verify_blocks`` reads and verifies each, through the page cache. Raises ``ConfigError`` if the directory is in use
+    or cannot be read, and with ``recover: strict`` if its index is damaged.
     """
     lock_fd = lock_directory(config, make=False)
-    io = FileIO()
-    descriptors = Descriptors(io)
     executor = ThreadPoolExecutor(config.threads, thread_name_prefix="nvme-inspect")
+    inspector: _Inspector | None = None
     try:
-        found = await run_blocking(_recover, config, executor=executor)
-        entries = list(found.entries.items())
+        index = await run_blocking(_recover, config, executor=executor)
+        inspector = _Inspector(index, await load_manifest(config, executor), verify_blocks)
+        entries = list(index.entries.items())
         for first in range(0, len(entries), INSPECT_BATCH_BLOCKS):
             part = entries[first : first + INSPECT_BATCH_BLOCKS]
-            if verify_blocks:
-                yield await run_blocking(verify_entries, found, part, io, descriptors, executor=executor)
-            else:
-                yield [describe(found, *one, None) for one in part]
+            yield await run_blocking(inspector.look_at, part, executor=executor)
     finally:
-        descriptors.close()
+        if inspector is not None:
+            inspector.descriptors.close()
         executor.shutdown()
         unlock(lock_fd)
 
 
-def verify_entries(
-    index: Index, entries: Sequence[tuple[bytes, Entry]], io: FileIO, descriptors: Descriptors
-) -> list[InspectedBlock]:
-    """Read and verify ``entries`` through the page cache. In an executor; the entries' slots must not be rewritten."""
-    return [describe(index, *one, _verify_one(index, *one, io, descriptors)) for one in entries]
+class _Inspector:
+    def __init__(self, index: Index, manifest: Manifest, verify_blocks: bool) -> None:
+        self.descriptors = Descriptors(io := FileIO())
+        self._io = io
+        self._index = index
+        self._manifest = manifest
+        self._verify_blocks = verify_blocks
 
+    def look_at(self, entries: Sequence[tuple[bytes, Entry]]) -> list[InspectedBlock]:
+        """In a thread."""
+        return [self._look_at_one(handle, entry) for handle, entry in entries]
 
-def describe(index: Index, handle: bytes, entry: Entry, outcome: Outcome | None) -> InspectedBlock:
-    digest, key = index.split(handle)
-    segment = entry.segment
-    return InspectedBlock(
-        handle, digest, key, entry.parent, segment.path.name, entry.slot, segment.slot_bytes, entry.generation, outcome
-    )
+    def _look_at_one(self, handle: bytes, entry: Entry) -> InspectedBlock:
+        digest, key = self._index.split(handle)
+        return InspectedBlock(
+            namespace_digest=digest,
+            namespace_fields=self._manifest.namespaces.get(digest.hex(), {}),
+            key=key,
+            parent=entry.parent,
+            stored_bytes=entry.segment.slot_bytes,
+            place=f"{entry.segment.path.name} slot {entry.slot}",
+            outcome=self._verify(digest, key, entry) if self._verify_blocks else None,
+        )
 
-
-def _verify_one(index: Index, handle: bytes, entry: Entry, io: FileIO, descriptors: Descriptors) -> Outcome:
-    segment = entry.segment
-    data = memoryview(bytearray(segment.slot_bytes))
-    try:
-        with descriptors.lend(segment.path, direct=False) as fd:
-            count = read_fully(io, fd, [data], entry.slot * segment.slot_bytes)
-    except FileNotFoundError:
-        return Outcome.MISSING
-    except OSError as error:
-        return failure(error)
-    extension = parse_extension(data[:PAGE_BYTES])
-    if count < segment.slot_bytes or extension is None:
-        return Outcome.corrupt("the header page is damaged, or the file ends early")
-    if PAGE_BYTES + round_up(extension.payload_bytes, PAGE_BYTES) != segment.slot_bytes:
-        return Outcome.corrupt(f"a payload of {extension.payload_bytes} bytes does not belong into this slot")
-    digest, key = index.split(handle)
-    payload = data[PAGE_BYTES : PAGE_BYTES + extension.payload_bytes]
-    namespace = Namespace(digest, (extension.payload_bytes,), {})
-    return verify(namespace, key, data[:HEADER_BYTES], payload)
+    def _verify(self, digest: bytes, key: bytes, entry: Entry) -> Outcome:
+        segment = entry.segment
+        data = memoryview(bytearray(segment.slot_bytes))
+        try:
+            with self.descriptors.lend(segment.path, direct=False) as fd:
+                count = read_fully(self._io, fd, [data], entry.slot * segment.slot_bytes)
+        except FileNotFoundError:
+            return Outcome.MISSING
+        except OSError as error:
+            return failure(error)
+        extension = parse_extension(data[:PAGE_BYTES])
+        if count < segment.slot_bytes or extension is None:
+            return Outcome.corrupt("the header page is damaged, or the file ends early")
+        if PAGE_BYTES + round_up(extension.payload_bytes, PAGE_BYTES) != segment.slot_bytes:
+            return Outcome.corrupt(f"a payload of {extension.payload_bytes} bytes does not belong into this slot")
+        payload = data[PAGE_BYTES : PAGE_BYTES + extension.payload_bytes]
+        namespace = Namespace(digest, (extension.payload_bytes,), {})
+        return verify(namespace, key, data[:HEADER_BYTES], payload)
 
 
 def _recover(config: NvmeConfig) -> Index:
     root = config.path / config.owner
     try:
         strict = config.recover == "strict"
+        # Without a namespace of its own: all handles are foreign ones, with their digests.
         return recover(root, b"", Limits.of(config.capacity_bytes), strict=strict, threads=config.threads).index
     except Damaged as error:
         raise refused(error) from error

@@ -83,7 +83,7 @@ async def _look(result: Result, directory: Path, round_: int, capacity_bytes: in
         result.wrong_usage += usage.allocated_bytes != on_disk
         result.over_capacity += on_disk > capacity_bytes
         result.allocated_bytes_max = max(result.allocated_bytes_max, on_disk)
-        result.left_files += [str(path) for path in directory.rglob("*") if path.suffix == ".tmp"]
+        result.left_files += _temporary(directory)
         for back in range(min(ROUNDS_LOOKED_FOR, round_ + 1)):
             for number in range(CHAINS_LOOKED_FOR):
                 keys = chain(round_ - back, number)
@@ -94,6 +94,10 @@ async def _look(result: Result, directory: Path, round_: int, capacity_bytes: in
                 result.hit_blocks += n
                 right = rows(keys)[:n]
                 result.wrong_blocks += int((out[:n] != right).any(axis=1).sum()) + int(out[n:].any())
+
+
+def _temporary(directory: Path) -> list[str]:
+    return [str(path) for path in directory.rglob("*") if path.suffix == ".tmp"]
 
 
 def _allocated(directory: Path) -> int:

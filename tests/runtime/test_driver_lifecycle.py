@@ -337,6 +337,61 @@ async def test_reopen_during_an_unfinished_scan_drops_it() -> None:
     assert await rig.close() == []
 
 
+async def test_scan_that_goes_on_in_spite_of_its_cancellation_is_not_reported_behind_the_switch() -> None:
+    """Row 16."""
+    release = asyncio.Event()
+
+    class Stubborn(ScanningBackend):
+        async def scan(self) -> AsyncIterator[list[ScanEntry]]:
+            while not release.is_set():
+                try:
+                    await release.wait()
+                except asyncio.CancelledError:
+                    continue
+            yield [ScanEntry(b"stale", 300)]
+
+    made = iter([Stubborn(0), ScanningBackend(1)])
+    rig = Rig(make=lambda: next(made))
+    opening = asyncio.ensure_future(rig.driver.open(NAMESPACE))
+    await rig.settle()
+    reopening = asyncio.ensure_future(rig.driver.reopen(NEXT, 5.0))
+    await rig.settle()
+    release.set()
+    assert await reopening == {"mem": None}
+    assert isinstance((await opening)["mem"], ClosedError)
+    assert rig.sink.scanned() == [key(0)]
+    assert await rig.close() == []
+
+
+async def test_of_two_reopens_that_wait_only_the_later_one_opens() -> None:
+    """Row 16."""
+    served: list[Namespace] = []
+
+    class Recording(ScriptedBackend):
+        async def open(self, namespace: Namespace) -> None:
+            served.append(namespace)
+
+    release = asyncio.Event()
+
+    class Slow(Recording):
+        async def aclose(self, deadline_s: float) -> None:
+            await release.wait()
+
+    made = iter([Slow({}), Recording({})])
+    rig = Rig(make=lambda: next(made))
+    await rig.driver.open(NAMESPACE)
+    third = dataclasses.replace(NEXT, digest=b"3" * 32)
+    first = asyncio.ensure_future(rig.driver.reopen(NEXT, 5.0))
+    await rig.settle()
+    second = asyncio.ensure_future(rig.driver.reopen(third, 5.0))
+    await rig.settle()
+    release.set()
+    assert isinstance((await first)["mem"], ClosedError)
+    assert await second == {"mem": None}
+    assert served == [NAMESPACE, third]
+    assert await rig.close() == []
+
+
 async def test_reopen_ends_what_waits_and_what_runs() -> None:
     rig = Rig()
     await rig.driver.open(NAMESPACE)

@@ -156,14 +156,15 @@ def test_stop_is_bounded_and_names_what_hangs() -> None:
 
     io = IoThread()
     io.start()
-    io.submit(stubborn())
-    io.submit(blocked())
+    calls = [io.submit(stubborn()), io.submit(blocked())]
     assert inside.wait(PATIENCE_S)
     began_s = time.monotonic()
     left = io.stop(0.5)
     took_s = time.monotonic() - began_s
     release.set()
     assert took_s < 2.0
+    # Nobody waits for them any more.
+    assert all(call.cancelled() for call in calls)
     assert any("stubborn" in name for name in left)
     assert any("blocked" in name for name in left)
     assert "tiering-io-worker_0" in left

@@ -300,6 +300,22 @@ async def test_hung_stores_degrade_the_tier_while_they_hang() -> None:
         assert rig.state == "up"
 
 
+async def test_reads_that_come_back_do_not_bring_back_writes_that_hang() -> None:
+    """Row 9."""
+    async with opened(spec=dataclasses.replace(SPEC, ops_max=1)) as rig:
+        rig.plan.hang("store", cancellable=False)
+        rig.store(0)
+        await rig.clock.advance(5.0)
+        rig.plan.fail_calls("load", lambda: BackendError("refused"), times=3)
+        await fail_loads(rig)
+        assert rig.sink.states() == [UP, DEGRADED, DOWN]
+        await rig.clock.advance(0.5)
+        assert rig.sink.states() == [UP, DEGRADED, DOWN, DEGRADED]
+        rig.plan.release()
+        await rig.clock.advance(0.001)
+        assert rig.state == "up"
+
+
 async def test_dead_server_comes_back_whole() -> None:
     """Row 10: reads and writes both failed; after the restart the tier is UP in one step, and stores work."""
     async with opened() as rig:

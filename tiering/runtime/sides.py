@@ -30,7 +30,8 @@ class Side:
         """Running jobs past their deadline."""
 
     def enqueue(self, job: Job, now_s: float) -> None:
-        if not self.running and not any(self._queues):
+        if not self.running:
+            # Then nothing waits either.
             self.answered_s = now_s
         self._queue_of[job.kind][job.op] = job
         self._queued_bytes += job.lent_bytes

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from backends.nvme.backend import NvmeBackend
-from backends.nvme.inspect import InspectedBlock
 from tests.backends.nvme import rig
-from tests.backends.nvme.rig import CORRUPT, MISSING, OK, key_of, stored_bytes
-from tiering.errors import ConfigError
+from tests.backends.nvme.rig import CORRUPT, OK, key_of, stored_bytes
+from tiering.api import ConfigError, InspectedBlock
 
 
 async def inspected(backend: NvmeBackend, *, verify: bool) -> list[InspectedBlock]:
@@ -40,28 +39,53 @@ async def test_inspect_verifies_every_namespace_and_changes_nothing(tmp_path: Pa
     bad = {block.key for block in found if block.outcome is not None and block.outcome.code is CORRUPT}
     assert bad == set(places)
     assert all(block.outcome and block.outcome.ok for block in found if block.key not in bad)
-    ninety = found[90]
-    assert ninety == InspectedBlock(
-        two.digest + bytes(4) + keys[90], two.digest, keys[90], None, slots[keys[90]].file.name,
-        slots[keys[90]].offset // slots[keys[90]].length, stored_bytes(1_000_000), slots[keys[90]].generation, ninety.outcome,
-    )  # fmt: skip
+    ninety = slots[keys[90]]
+    assert found[90] == InspectedBlock(
+        namespace_digest=two.digest,
+        namespace_fields=two.fields,
+        key=keys[90],
+        parent=None,
+        stored_bytes=stored_bytes(1_000_000),
+        place=f"{ninety.file.name} slot {ninety.offset // ninety.length}",
+        outcome=found[90].outcome,
+    )
     assert found[91].parent == keys[90]
+    ninety.file.unlink()
+    found = await inspected(NvmeBackend(rig.config(tmp_path)), verify=True)
+    assert len(found) == 90  # the index drops what names no file
+    unread = await inspected(NvmeBackend(rig.config(tmp_path)), verify=False)
+    assert [(block.key, block.outcome) for block in unread] == [(key, None) for key in keys[:90]]
 
 
-async def test_inspect_of_an_open_backend(tmp_path: Path) -> None:
-    keys = [key_of(n) for n in range(70)]
+async def test_inspect_of_a_directory_in_use(tmp_path: Path) -> None:
     async with rig.opened(tmp_path) as backend:
-        await rig.store(backend, keys)
-        found = await inspected(backend, verify=True)
-        assert [(block.handle, block.key) for block in found] == [(key, key) for key in keys]
-        assert all(block.outcome and block.outcome.ok for block in found)
-        assert all(block.outcome is None for block in await inspected(backend, verify=False))
-        rig.slot_of(backend.root, keys[0]).file.unlink()
-        assert {block.outcome.code for block in await inspected(backend, verify=True) if block.outcome} == {MISSING}
-        with pytest.raises(ConfigError, match="in use"):
-            await inspected(NvmeBackend(rig.config(tmp_path)), verify=False)
+        await rig.store(backend, [key_of(1)])
+        for other in (NvmeBackend(rig.config(tmp_path)), backend):
+            with pytest.raises(ConfigError, match="in use"):
+                await inspected(other, verify=False)
+        assert await rig.load(backend, [key_of(1)]) == [OK]
+
+
+async def test_inspect_then_open(tmp_path: Path) -> None:
+    """An inspection that is left early gives the directory back."""
     async with rig.opened(tmp_path) as backend:
-        assert await rig.store(backend, keys) == [OK] * 70
+        await rig.store(backend, [key_of(n) for n in range(100)])
+    backend = NvmeBackend(rig.config(tmp_path))
+    inspection = backend.inspect(verify=True)
+    assert len(await anext(inspection)) == 64
+    await inspection.aclose()
+    await backend.open(rig.namespace())
+    assert await rig.load(backend, [key_of(99)]) == [OK]
+    await backend.aclose(10)
+
+
+async def test_inspect_of_a_damaged_index(tmp_path: Path) -> None:
+    async with rig.opened(tmp_path) as backend:
+        await rig.store(backend, [key_of(1)])
+    (tmp_path / "default" / "journal.1").unlink()
+    assert [block.key for block in await inspected(NvmeBackend(rig.config(tmp_path)), verify=True)] == [key_of(1)]
+    with pytest.raises(ConfigError, match="recover: strict"):
+        await inspected(NvmeBackend(rig.config(tmp_path, recover="strict")), verify=True)
 
 
 async def test_inspect_of_nothing(tmp_path: Path) -> None:
