@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiering import registry
 from tiering.api import AfterHits, Backend, BackendConfig
 from tiering.config import TieringConfig
-from tiering.core.commands import FlushDone, JobDone, RestoreDue, SlotsFreed
+from tiering.core.commands import FlushDone, JobDone, SlotsFreed
 from tiering.core.journal import Journal
 from tiering.core.machine import TieringCore
 from tiering.core.state import CoreSpec, DemoteRule, PoolSpec, TierSpec
@@ -21,7 +21,7 @@ from tiering.runtime.driver import Driver
 from tiering.runtime.gate import Gate, Notification
 from tiering.runtime.ports import LaneSpec, Notice
 from tiering.runtime.threads import IoThread
-from tiering.runtime.waiting import Mailbox, Pulse
+from tiering.runtime.waiting import Mailbox, Pulse, Tally
 from tiering.support.units import format_bytes
 from tiering.types import KVLayout, Namespace
 
@@ -41,17 +41,24 @@ class Parts:
     gate: Gate
     driver: Driver
     io: IoThread
-    mailbox: Mailbox
+    loads: Mailbox
+    """Ends of load jobs."""
+    flushes: Mailbox
+    """Ends of flushes."""
     freed: Pulse
     """Beats when a caller that was told to come back may."""
     progress: Pulse
-    """Beats when the driver reported anything."""
+    """Beats when the driver reported anything, or a fill ended."""
     restore_due: dict[int, Pulse]
-    """One a hold."""
+    """One a hold, while it lasts."""
+    calls: Tally
+    """Whatever may touch a caller's buffer or a slot on a caller's behalf: a close waits for its end."""
+    reads: Tally
+    """Of these, copies out of slots: a reset waits for their end."""
     copies: ThreadPoolExecutor
     """Threads that copy between callers' buffers and slots."""
-    notices: dict[str, int] = field(default_factory=dict)
-    """How often the driver gave notice, by kind."""
+    notices: dict[str, int]
+    """How often something that a person should know happened, by kind."""
 
 
 def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
@@ -59,33 +66,41 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
     shapes = pool_shapes(config, layout)
     backends = {name: _factory(tier) for name, tier in zip(config.tier_names, config.tiers, strict=True)}
     spec = _core_spec(config, layout, shapes, backends)
-    journal = Journal(JOURNAL_EVENTS_MAX)
+    journal = Journal(JOURNAL_EVENTS_MAX, spec)
     core = TieringCore(spec, observer=journal)
-    mailbox, freed, progress = Mailbox(), Pulse(), Pulse()
+    loads, flushes, freed, progress = Mailbox(), Mailbox(), Pulse(), Pulse()
     restore_due: dict[int, Pulse] = {}
+    notices: dict[str, int] = {}
 
     def notify(notifications: Sequence[Notification]) -> None:
         for item in notifications:
             if isinstance(item, JobDone):
-                mailbox.deliver(item.job, item.blocks)
+                loads.deliver(item.job, item)
             elif isinstance(item, FlushDone):
-                mailbox.deliver(item.job, item)
+                flushes.deliver(item.job, item)
             elif isinstance(item, SlotsFreed):
                 freed.beat()
-            elif isinstance(item, RestoreDue):
-                restore_due.setdefault(item.hold, Pulse()).beat()
+            elif (due := restore_due.get(item.hold)) is not None:
+                due.beat()
 
     def on_fuse() -> None:
-        mailbox.close(0)
+        loads.close(None)
+        flushes.close(None)
         freed.beat()
-
-    gate = Gate(core, notify=notify, progress=progress.beat, on_fuse=on_fuse, dump=journal.dump)
-    arena = Arena(shapes)
-    notices: dict[str, int] = {}
 
     def on_notice(notice: Notice) -> None:
         notices[notice.kind] = notices.get(notice.kind, 0) + 1
 
+    def on_death(error: BaseException | None) -> None:
+        """The I/O thread is gone: nothing that is still in flight will be reported, so nobody may wait for it."""
+        notices["io_thread_died"] = 1
+        gate.end_loads(clock.now())
+        gate.end_flushes(clock.now())
+        freed.beat()
+        progress.beat()
+
+    gate = Gate(core, notify=notify, progress=progress.beat, on_fuse=on_fuse, dump=journal.dump)
+    arena = Arena(shapes)
     driver = Driver(
         sink=gate,
         slots=arena,
@@ -104,11 +119,14 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
         core=core,
         gate=gate,
         driver=driver,
-        io=IoThread(),
-        mailbox=mailbox,
+        io=IoThread(on_death=on_death),
+        loads=loads,
+        flushes=flushes,
         freed=freed,
         progress=progress,
         restore_due=restore_due,
+        calls=Tally(),
+        reads=Tally(),
         copies=ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvtiering-copy"),
         notices=notices,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, overload
 
@@ -14,14 +16,15 @@ from tiering import flows
 from tiering.build import Parts, build, namespace_of
 from tiering.config import TieringConfig
 from tiering.core import events as ev
-from tiering.errors import ClosedError, ConfigError, ShapeError
+from tiering.errors import ClosedError, ConfigError, ShapeError, TieringError
 from tiering.memory.buffers import as_rows
 from tiering.metrics import MetricsServer
 from tiering.runtime.clock import Clock, SystemClock
-from tiering.runtime.waiting import wait_until
+from tiering.runtime.gate import KEYS_PER_HOLD_MAX, check_keys
+from tiering.runtime.waiting import outcome_of
 from tiering.stats import collect_stats
 from tiering.sync import SyncFace
-from tiering.types import KEY_BYTES_MAX, BlockKey, FlushReport, KVLayout, PrefixMatch, StoreReport, Usage
+from tiering.types import BlockKey, FlushReport, KVLayout, PrefixMatch, StoreReport, TierState, Usage
 
 Keys: TypeAlias = Sequence[BlockKey]
 KeysByGroup: TypeAlias = Mapping[int, Sequence[BlockKey]]
@@ -36,6 +39,12 @@ OPEN_TRIM_S = 30.0
 """How long ``open`` waits for an exclusive tier whose capacity was lowered to shrink to it."""
 CLOSE_DEADLINE_S = 10.0
 """How long a close, or a reset, waits for calls in flight before it gives a hung tier up."""
+OPEN_ANSWER_S = 60.0
+"""How long ``open`` waits for the I/O thread. Each tier has a deadline of its own; past this one something blocks the loop."""
+ANSWER_MARGIN_S = 2.0
+"""How long past its deadline the I/O thread may stay silent before it counts as blocked, in real seconds."""
+HUNG_THREADS_S = 1.0
+"""How long a close waits for threads of tiers that were given up as hung, in real seconds."""
 
 
 class TieringOffloadingManager:
@@ -54,10 +63,11 @@ class TieringOffloadingManager:
         self._layout = layout
         self._epoch = config.epoch if epoch is None else epoch
         self._clock = SystemClock() if clock is None else clock
+        self._lock = threading.Lock()
+        """Guards the step from one stage to the next: not open, open (``_parts``), closing (``_closing``)."""
         self._parts: Parts | None = None
+        self._closing: concurrent.futures.Future[list[str]] | None = None
         self._metrics: MetricsServer | None = None
-        self._closed = False
-        self._active = 0
         self._sync = SyncFace(self)
 
     @classmethod
@@ -90,9 +100,21 @@ class TieringOffloadingManager:
     @property
     def parts(self) -> Parts:
         """The organs, for connectors and tools. Raises ``ClosedError`` unless the manager is open."""
-        if self._parts is None or self._closed:
-            raise ClosedError("the manager is closed" if self._closed else "the manager is not open: use `async with`")
+        if self._closing is not None:
+            raise ClosedError("the manager is closed")
+        return self.organs
+
+    @property
+    def organs(self) -> Parts:
+        """As ``parts``, but after a close too: for reports and releases, which must not fail then."""
+        if self._parts is None:
+            raise ClosedError("the manager is not open: use `async with`")
         return self._parts
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The TCP port of the metrics page (the configured port may be 0); None while there is none."""
+        return None if self._metrics is None else self._metrics.port
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -109,17 +131,20 @@ class TieringOffloadingManager:
         Raises ``ConfigError`` for what an operator must fix. A tier that is merely unreachable stays DOWN and is tried
         again in the background. After an error, or a cancellation, everything is closed again.
         """
-        if self._closed or self._parts is not None:
-            raise ClosedError("a manager opens once; make a new one")
-        parts = self._parts = build(self._config, self._layout, self._clock)
-        parts.io.start()
+        with self._lock:
+            if self._closing is not None or self._parts is not None:
+                raise ClosedError("a manager opens once; make a new one")
+            parts = self._parts = build(self._config, self._layout, self._clock)
         try:
-            failures = await self._on_io(parts.driver.open(namespace_of(self._layout, self._epoch)))
-            _raise_config_error(failures)
-            await flows.trim(parts, self._clock.now() + OPEN_TRIM_S)
+            parts.io.start()
             metrics = self._config.metrics
             if metrics.prometheus_port is not None:
-                self._metrics = MetricsServer(self.stats, metrics.host, metrics.prometheus_port)
+                self._metrics = MetricsServer(lambda: collect_stats(parts), metrics.host, metrics.prometheus_port)
+            opening = parts.driver.open(namespace_of(self._layout, self._epoch))
+            _raise_config_error(await self._on_io(parts, opening, OPEN_ANSWER_S))
+            await flows.trim(parts, self._clock.now() + OPEN_TRIM_S)
+            if self._closing is not None:
+                raise ClosedError("the manager was closed while it opened")
         except BaseException:
             await self.aclose(flush=False)
             raise
@@ -127,58 +152,78 @@ class TieringOffloadingManager:
     async def aclose(self, *, deadline_s: float = CLOSE_DEADLINE_S, flush: bool = True) -> list[str]:
         """Stop admitting, flush if configured, wait for what runs, close the tiers; names of tiers given up as hung.
 
-        Idempotent. The arena is unmapped only if no transfer can touch it any more. Finishes even if cancelled.
+        Calls under way end soon, with what they have. Idempotent: a further call joins the first. The arena is unmapped
+        only if no transfer can touch it any more. Finishes even if cancelled.
         """
-        parts = self._parts
-        if self._closed or parts is None:
-            self._closed = True
-            return []
-        self._closed = True
-        closing = asyncio.ensure_future(self._close(parts, deadline_s, flush))
-        try:
-            return await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await asyncio.wait({closing})
-            raise
-
-    async def _close(self, parts: Parts, deadline_s: float, flush: bool) -> list[str]:
-        if self._metrics is not None:
-            await asyncio.to_thread(self._metrics.close)
-        if flush and self._config.flush_on_close_s > 0:
-            await flows.flush(parts, self._clock.now() + self._config.flush_on_close_s)
-        abandoned = list(await self._on_io(parts.driver.aclose(deadline_s)))
-        until_s = self._clock.now() + deadline_s
-        while self._active:
-            seen = parts.progress.beats
-            if self._active and not await wait_until(self._clock, parts.progress.after(seen), until_s):
+        closing = self.begin_close(deadline_s=deadline_s, flush=flush)
+        cancelled: asyncio.CancelledError | None = None
+        while True:
+            try:
+                hung = await outcome_of(closing)
                 break
-        await asyncio.to_thread(parts.io.stop, deadline_s)
-        parts.copies.shutdown(wait=False)
-        parts.arena.close(abandon=bool(abandoned) or self._active > 0)
-        return abandoned
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return hung
 
-    async def _on_io(self, work: Any) -> Any:
-        """Run a coroutine on the I/O loop and wait for it here, also when we are cancelled."""
-        assert self._parts is not None
-        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._parts.io.loop))
+    def begin_close(
+        self, *, deadline_s: float = CLOSE_DEADLINE_S, flush: bool = True
+    ) -> concurrent.futures.Future[list[str]]:
+        """``aclose`` for callers without a loop: does not wait. The close does not depend on any loop of the caller's."""
+        with self._lock:
+            if self._closing is None:
+                self._closing = concurrent.futures.Future()
+                if self._parts is None:
+                    self._closing.set_result([])
+                else:
+                    args = (self._closing, self._parts, deadline_s, flush)
+                    threading.Thread(target=self._close, args=args, name="kvtiering-close").start()
+            return self._closing
+
+    def _close(
+        self, closing: concurrent.futures.Future[list[str]], parts: Parts, deadline_s: float, flush: bool
+    ) -> None:
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.cancel()
-            await asyncio.wait({future})
-            raise
+            closing.set_result(self._close_parts(parts, deadline_s, flush))
+        except BaseException as error:
+            closing.set_exception(error)
+
+    def _close_parts(self, parts: Parts, deadline_s: float, flush: bool) -> list[str]:
+        """Blocks; every wait in it is bounded, whatever state the parts are in."""
+        flush_s = self._config.flush_on_close_s if flush else 0.0
+        hung: list[str] = []
+        flows.stop_admitting(parts)
+        try:
+            limit_s = flush_s + deadline_s + ANSWER_MARGIN_S
+            hung = parts.io.run(flows.wind_down(parts, deadline_s, flush_s), limit_s)
+        except (ClosedError, TimeoutError):  # its thread died, or a backend blocks it: no tier could be closed
+            closed = TierState.CLOSED.value
+            hung = [name for name, health in parts.driver.health().items() if health["state"] != closed]
+            parts.gate.end_flushes(self._clock.now())
+            asyncio.run(parts.calls.zero(self._clock, self._clock.now() + deadline_s))
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+            left = parts.io.stop(HUNG_THREADS_S if hung else deadline_s)
+            in_use = bool(hung or left or parts.calls.count or parts.gate.busy_slots())
+            parts.copies.shutdown(wait=not parts.calls.count)
+            parts.arena.close(abandon=in_use)
+        return hung
+
+    async def _on_io(self, parts: Parts, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Run a coroutine on the I/O loop and wait for it here. If we are cancelled, it goes on there by itself."""
+        try:
+            return await outcome_of(parts.io.submit(work), limit_s)
+        except concurrent.futures.CancelledError:
+            raise ClosedError("the I/O thread ended before the call did") from None
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Parts]:
-        """One call of the caller's: refused when closed, waited for by ``aclose``."""
+        """One call of the caller's: refused when closed, waited for by a close."""
         parts = self.parts
-        self._active += 1
-        try:
+        with parts.calls.one():
             yield parts
-        finally:
-            self._active -= 1
-            if self._closed:
-                parts.progress.beat()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -198,15 +243,14 @@ class TieringOffloadingManager:
         ``ShapeError`` before anything is copied.
         """
         with self._call() as parts:
-            until_s = self._clock.now() + deadline_s
+            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
             runs = self._runs(keys, source, "source", writable=False)
+            parents = parent if isinstance(parent, Mapping) else dict.fromkeys((group for group, _, _ in runs), parent)
+            check_keys((before for before in parents.values() if before is not None), "parent")
             stored = 0
             outcomes = []
             for group, run, rows in runs:
-                before = parent.get(group) if isinstance(parent, Mapping) else parent
-                if before is not None:
-                    _check_keys((before,), "parent")
-                part, copied = await flows.store_run(parts, group, run, rows, before, until_s)
+                part, copied = await flows.store_run(parts, group, run, rows, parents.get(group), until_s, epoch)
                 outcomes += part
                 stored += copied
             good = sum(outcome.ok for outcome in outcomes)
@@ -238,9 +282,9 @@ class TieringOffloadingManager:
         groups have. Cancellation drops queued reads.
         """
         with self._call() as parts:
-            until_s = self._clock.now() + deadline_s
+            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
             loaded = {
-                group: await flows.load_run(parts, group, run, rows, until_s)
+                group: await flows.load_run(parts, group, run, rows, until_s, epoch)
                 for group, run, rows in self._runs(keys, out, "out", writable=True)
             }
             return self._aligned(loaded) if isinstance(keys, Mapping) else loaded[0]
@@ -248,10 +292,10 @@ class TieringOffloadingManager:
     async def prefetch(self, keys: Keys | KeysByGroup, *, deadline_s: float = LOAD_DEADLINE_S) -> int:
         """Promote the leading run into the primary tier, as far as it fits, and take nothing out; blocks now there."""
         with self._call() as parts:
-            until_s = self._clock.now() + deadline_s
+            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
             total = 0
             for group, run in self._key_runs(keys):
-                async with flows.leased_run(parts, group, run, until_s) as slots:
+                async with flows.leased_run(parts, group, run, until_s, epoch) as slots:
                     total += len(slots)
             return total
 
@@ -260,13 +304,17 @@ class TieringOffloadingManager:
         """While the block runs the caller still holds these blocks in ``source`` (as in ``store``).
 
         What the primary tier lacks of them, now or after an eviction, is copied again from ``source``, as far as idle
-        room allows (``restore`` in the configuration). ``source`` may be reused once the block has ended.
+        room allows (``restore`` in the configuration), until the block ends, or a reset or close comes. ``source`` may
+        be reused once the block has ended.
         """
-        with self._call() as parts:
-            async with contextlib.AsyncExitStack() as stack:
-                for group, run, rows in self._runs(keys, source, "source", writable=False):
-                    await stack.enter_async_context(flows.held_run(parts, group, run, rows))
-                yield
+        parts = self.parts
+        epoch = parts.gate.epoch
+        async with contextlib.AsyncExitStack() as stack:
+            for group, run, rows in self._runs(keys, source, "source", writable=False):
+                for start in range(0, len(run), KEYS_PER_HOLD_MAX):
+                    part = slice(start, start + KEYS_PER_HOLD_MAX)
+                    await stack.enter_async_context(flows.held_run(parts, group, run[part], rows[part], epoch))
+            yield
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
@@ -278,17 +326,33 @@ class TieringOffloadingManager:
     async def reset(self, epoch: str, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """The weights changed: from now on every tier misses, until blocks of ``epoch`` are stored (or were, earlier).
 
-        Reads in flight end as misses. Bounded: a tier that hangs for ``deadline_s`` is given up.
+        Loads under way end as misses, or have returned before this does; stores under way are refused. Bounded: a tier
+        that hangs for ``deadline_s`` is given up. Cancelled, it is carried out all the same, in the background.
         """
         with self._call() as parts:
-            self._epoch = epoch
+            until_s = self._clock.now() + deadline_s
+            switched = False
 
             def switch() -> None:
+                nonlocal switched
+                switched = True
                 parts.gate.handle(ev.Reset(self._clock.now()))
+                self._epoch = epoch
 
-            failures = await self._on_io(parts.driver.reopen(namespace_of(self._layout, epoch), deadline_s, switch))
+            reopening = parts.driver.reopen(namespace_of(self._layout, epoch), deadline_s, switch)
+            failures: Mapping[str, Exception | None] = {}
+            try:
+                failures = await self._on_io(parts, reopening, deadline_s + ANSWER_MARGIN_S)
+            except TieringError:
+                # Whatever became of the tiers, the primary one must forget the old weights.
+                if not switched:
+                    switch()
+                if self._closing is not None or parts.io.alive:
+                    raise
+            if not await parts.reads.zero(self._clock, until_s):
+                raise TieringError(f"a load still copied blocks of the old weights after {deadline_s:g} s")
             _raise_config_error(failures)
-            await flows.trim(parts, self._clock.now() + deadline_s)
+            await flows.trim(parts, until_s)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as plain values: the numbers that the metrics page shows."""
@@ -297,21 +361,19 @@ class TieringOffloadingManager:
     async def usage(self) -> dict[str, Usage | None]:
         """What each tier itself says it occupies; None where it cannot tell."""
         with self._call() as parts:
-            usage: dict[str, Usage | None] = await self._on_io(parts.driver.usage())
-            return usage
+            limit_s = sum(tier.deadline_s for tier in self._config.tiers) + ANSWER_MARGIN_S
+            return await self._on_io(parts, parts.driver.usage(), limit_s)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _key_runs(self, keys: Keys | KeysByGroup) -> list[tuple[int, tuple[BlockKey, ...]]]:
         by_group = keys if isinstance(keys, Mapping) else {0: keys}
         groups = len(self._layout.groups)
-        if groups > 1 and set(by_group) != set(range(groups)):
+        if set(by_group) != set(range(groups)):
             raise ShapeError(f"keys: the layout has groups 0..{groups - 1}; give a mapping with a key list for each")
-        if set(by_group) - set(range(groups)):
-            raise ShapeError(f"keys: no such group in {sorted(by_group)}; the layout has {groups}")
-        runs = [(group, tuple(by_group[group])) for group in sorted(by_group)]
+        runs = [(group, tuple(by_group[group])) for group in range(groups)]
         for _, run in runs:
-            _check_keys(run, "keys")
+            check_keys(run, "keys")
         return runs
 
     def _runs(
@@ -340,10 +402,3 @@ def _raise_config_error(failures: Mapping[str, Exception | None]) -> None:
     for failure in failures.values():
         if isinstance(failure, ConfigError):
             raise failure
-
-
-def _check_keys(keys: Sequence[object], name: str) -> None:
-    for index, key in enumerate(keys):
-        if type(key) is not bytes or not 0 < len(key) <= KEY_BYTES_MAX:
-            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise ShapeError(f"{name}[{index}]: a block key is 1 to {KEY_BYTES_MAX} bytes; got {what}")

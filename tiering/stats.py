@@ -8,17 +8,18 @@ from tiering.build import Parts
 
 
 def collect_stats(parts: Parts) -> dict[str, Any]:
-    """Counters are monotonic since open; gauges are of this moment. Sizes in bytes, times in seconds."""
+    """Counters are monotonic since open; gauges are of this moment. Sizes in bytes, times in seconds. Any thread."""
     core = parts.gate.snapshot()
     health = parts.driver.health()
     counters = parts.driver.counters()
+    fused, alive = parts.gate.fused, parts.io.alive
     pools = core["pools"]
-    tiers = {
-        name: {**gauges, "health": health.get(name), "io": counters.get(name)} for name, gauges in core["tiers"].items()
-    }
+    tiers = {name: {**gauges, "health": health[name], "io": counters[name]} for name, gauges in core["tiers"].items()}
     return {
-        "healthy": not parts.gate.fused and all(tier["state"] == "up" for tier in tiers.values()),
-        "fused": parts.gate.fused,
+        "healthy": alive and not fused and all(tier["state"] == "up" for tier in tiers.values()),
+        "fused": bool(fused),
+        "fused_reason": fused,
+        "io_thread_alive": alive,
         "primary": {
             "capacity_bytes": parts.arena.capacity_bytes,
             "used_bytes": sum((p["slots"] - p["free_slots"]) * p["payload_bytes"] for p in pools),

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tiering import flows
+from tiering.build import Parts
 from tiering.core import events as ev
-from tiering.runtime.gate import KEYS_PER_HOLD_MAX
+from tiering.errors import ShapeError
+from tiering.runtime.gate import KEYS_PER_HOLD_MAX, check_keys
 from tiering.types import BlockKey, Outcome, PrefixMatch
 
 if TYPE_CHECKING:
@@ -18,30 +21,36 @@ class SyncFace:
     """``manager.sync``. Any thread may call; each call takes the gate's lock for a moment and returns.
 
     A caller moves the bytes itself, between the GPU and the slots that a plan names (``slot_view``): it must report a
-    store with ``complete`` and end each load with ``release``.
+    store with ``complete`` and end each load with ``release``. These two work during and after a close as well, which
+    waits for them, at most until its deadline; the others then raise ``ClosedError``. A bad group, key or outcome is a
+    ``ShapeError``, and nothing has changed.
     """
 
     def __init__(self, manager: TieringOffloadingManager) -> None:
         self._manager = manager
-        self._open_loads: dict[int, int] = {}
+        self._open_loads: dict[int, None] = {}
+        """Load jobs whose end ``poll`` has not told."""
 
     def open(self) -> None:
-        """Open the manager; blocks. Must not be called from a running event loop."""
-        asyncio.run(self._manager.open())
+        """Open the manager; blocks. Raises ``RuntimeError`` in a thread whose event loop is running: await ``open`` there."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self._manager.open())
+        else:
+            raise RuntimeError("sync.open would block the running event loop; use `await manager.open()`")
 
     def close(self) -> list[str]:
-        """Close the manager; blocks. Names of tiers given up as hung."""
-        return asyncio.run(self._manager.aclose())
+        """Close the manager; blocks. Names of tiers given up as hung. Idempotent, also together with ``aclose``."""
+        return self._manager.begin_close().result()
 
     def lookup(self, keys: Sequence[BlockKey], *, group: int = 0) -> PrefixMatch | None:
         """The longest run that some tier has; None: a tier has been asked, ask again. Takes no slot, loads nothing."""
-        parts = self._manager.parts
-        now_s = self._manager.parts.clock.now()
-        result = parts.gate.lookup(group, keys, now_s)
+        parts = self._parts(group)
+        result = parts.gate.lookup(group, keys, parts.clock.now())
         if not result.pending:
             return result.match
-        if result.undecided:
-            parts.gate.handle(ev.ProbeRequested(now_s, group, result.undecided))
+        flows.ask(parts, group, result.undecided)
         return None
 
     def plan_store(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None, group: int = 0) -> ev.StorePlan:
@@ -49,8 +58,11 @@ class SyncFace:
 
         Looks at no more than 2,048 keys a call; ``plan.stop`` tells where it stopped: call again from there.
         """
-        parts = self._manager.parts
-        plan = parts.gate.handle(ev.StoreRequested(parts.clock.now(), group, tuple(keys[:KEYS_PER_HOLD_MAX]), parent))
+        parts = self._parts(group)
+        head = _head(keys)
+        if parent is not None:
+            check_keys((parent,), "parent")
+        plan = parts.gate.handle(ev.StoreRequested(parts.clock.now(), group, head, parent))
         assert isinstance(plan, ev.StorePlan)
         return plan
 
@@ -60,41 +72,59 @@ class SyncFace:
         ``plan.done``: ``plan.slots`` is all. Otherwise ``poll`` tells when it ends. Always ``release(plan.job)``. Looks
         at no more than 2,048 keys a call.
         """
-        parts = self._manager.parts
-        plan = parts.gate.handle(ev.LoadRequested(parts.clock.now(), group, tuple(keys[:KEYS_PER_HOLD_MAX])))
+        parts = self._parts(group)
+        plan = parts.gate.handle(ev.LoadRequested(parts.clock.now(), group, _head(keys)))
         assert isinstance(plan, ev.LoadPlan)
         if not plan.done:
-            self._open_loads[plan.job] = group
+            self._open_loads[plan.job] = None
         return plan
 
     def complete(self, job: int, outcomes: Sequence[Outcome]) -> None:
         """Report a store job: one outcome a grant, in the plan's order. Unknown jobs are counted and ignored."""
-        parts = self._manager.parts
+        parts = self._manager.organs
+        for index, outcome in enumerate(outcomes):
+            if not isinstance(outcome, Outcome):
+                raise ShapeError(f"outcomes[{index}]: expected an Outcome; got {type(outcome).__name__}")
         parts.gate.handle(ev.StoreFinished(parts.clock.now(), job, tuple(outcomes)))
 
     def poll(self) -> list[tuple[int, tuple[int, ...]]]:
         """Load jobs that ended since the last call: (job, slots of its leading blocks)."""
-        parts = self._manager.parts
-        ended = []
-        for job in list(self._open_loads):
-            if parts.mailbox.take(job) is not None:
-                del self._open_loads[job]
-                ended.append((job, parts.gate.job_slots(job)))
-        return ended
+        ended = self._manager.organs.gate.ended(list(self._open_loads)) if self._open_loads else []
+        # Told once, whoever polls, and not after a release.
+        return [(job, slots) for job, slots in ended if self._open_loads.pop(job, self) is None]
 
     def release(self, job: int) -> None:
         """The caller reads the job's slots no more, or gives it up at whatever state; queued reads are dropped."""
-        parts = self._manager.parts
+        parts = self._manager.organs
         self._open_loads.pop(job, None)
         parts.gate.handle(ev.Released(parts.clock.now(), job))
-        parts.mailbox.forget(job)
 
     def touch(self, keys: Sequence[BlockKey], *, group: int = 0) -> None:
         """A request used this path, also where the GPU served it."""
-        parts = self._manager.parts
-        parts.gate.handle(ev.Touched(parts.clock.now(), group, tuple(keys)))
+        parts = self._parts(group)
+        check_keys(keys, "keys")
+        for start in range(0, len(keys), KEYS_PER_HOLD_MAX):
+            part = tuple(keys[start : start + KEYS_PER_HOLD_MAX])
+            parts.gate.handle(ev.Touched(parts.clock.now(), group, part))
 
     def slot_view(self, slot: int, *, group: int = 0) -> memoryview:
         """The block's bytes in a slot of a plan: writable, flat, valid until ``complete`` or ``release``."""
-        parts = self._manager.parts
+        parts = self._manager.organs
+        _check_group(parts, group)
         return parts.arena.view(group, slot, parts.layout.groups[group].block_bytes)
+
+    def _parts(self, group: int) -> Parts:
+        parts = self._manager.parts
+        _check_group(parts, group)
+        return parts
+
+
+def _check_group(parts: Parts, group: int) -> None:
+    if not 0 <= group < len(parts.layout.groups):
+        raise ShapeError(f"group is {group}; the layout has groups 0..{len(parts.layout.groups) - 1}")
+
+
+def _head(keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
+    head = tuple(keys[:KEYS_PER_HOLD_MAX])
+    check_keys(head, "keys")
+    return head

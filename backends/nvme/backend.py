@@ -7,6 +7,7 @@ own that a cancelled caller waits for: what it has begun it also accounts for.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from tiering.api import (
 )
 
 T = TypeVar("T")
+
+_FOR_THE_OPERATOR = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 QUICK_THREADS = 2
 """Beside the configured ones, for short calls that blocks wait for: one may log while the other allocates."""
@@ -119,8 +122,10 @@ class NvmeBackend(Backend):
             await self._blocks.start(found)
         except OSError as error:
             self._release()
-            place = error.filename or self.root
-            raise BackendError(f"{place}: {error.strerror}", tier=self._tier, op="open", retryable=True) from error
+            where = f"{error.filename or self.root}: {error.strerror}"
+            if error.errno in _FOR_THE_OPERATOR:
+                raise ConfigError(f"path: {where}; give this user the right to read and write it") from error
+            raise BackendError(where, tier=self._tier, op="open", retryable=True) from error
         except BaseException:
             self._release()
             raise
@@ -164,10 +169,16 @@ class NvmeBackend(Backend):
             self._require("scan")
 
     async def usage(self) -> Usage:
-        """``allocated_bytes`` is what the filesystem says of the owner's directory, not what we believe."""
+        """``allocated_bytes`` is what the filesystem says of the owner's directory, not what we believe.
+
+        Waits for upkeep, so that it stays true until the next call.
+        """
 
         async def measure(blocks: Blocks, _: Batch) -> Usage:
-            allocated_bytes = await run_blocking(_allocated_bytes, self.root, executor=blocks.executor)
+            while upkeep := self._due_upkeep(blocks):
+                await asyncio.wait((upkeep,))
+                upkeep.result()
+            allocated_bytes = await run_blocking(_allocated_bytes, self.root, executor=blocks.quick_executor)
             return Usage(allocated_bytes, blocks.index.live_bytes)
 
         return await self._call("usage", measure)
@@ -222,10 +233,20 @@ class NvmeBackend(Backend):
     async def _call(self, op: str, work: Callable[[Blocks, Batch], Coroutine[Any, Any, T]]) -> T:
         blocks = self._require(op)
         batch = Batch()
-        result = await self._finished(self._spawn(work(blocks, batch), op), batch)
-        if blocks.upkeep_due and (self._upkeep is None or self._upkeep.done()) and not self._closed:
-            self._upkeep = self._spawn(blocks.keep_up(), "upkeep")
+        try:
+            result = await self._finished(self._spawn(work(blocks, batch), op), batch)
+        except OSError as error:
+            raise BackendError(str(error), tier=self._tier, op=op, retryable=True) from error
+        self._due_upkeep(blocks)
         return result
+
+    def _due_upkeep(self, blocks: Blocks) -> asyncio.Task[None] | None:
+        """The upkeep under way, begun if it is due."""
+        if self._upkeep is not None and self._upkeep.done():
+            self._upkeep = None
+        if self._upkeep is None and blocks.upkeep_due and not self._closed:
+            self._upkeep = self._spawn(blocks.keep_up(), "upkeep")
+        return self._upkeep
 
     def _spawn(self, work: Coroutine[Any, Any, T], op: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=f"{self._tier}-{op}")

@@ -48,6 +48,7 @@ class Blocks:
         self.counters: Counter[str] = Counter()
         self.io = io
         self.executor = executor
+        self.quick_executor = quick_executor
         self.descriptors = Descriptors(io)
         root = config.path / config.owner
         self.space = Space(self.table, limits, io, self.descriptors, quick_executor, self.lose)
@@ -179,6 +180,8 @@ class Blocks:
                 self._doom(handle, entry)
                 outcomes[at] = Outcome.OK
         error = await self._bury()
+        if error is None and self.journal.oversized:
+            error = await self.journal.compact()
         try:
             if error is None and self.table.room_bytes < 0:
                 await self.space.trim()
@@ -210,9 +213,12 @@ class Blocks:
 
     @property
     def upkeep_due(self) -> bool:
-        return len(self._unlogged_touches) >= TOUCHES_LOGGED_AT or self.journal.compaction_due
+        touched = len(self._unlogged_touches) >= TOUCHES_LOGGED_AT
+        return touched or self.space.growth_due or self.journal.compaction_due
 
     async def keep_up(self) -> None:
+        if self.space.growth_due:
+            await self.space.grow_ahead()
         if len(self._unlogged_touches) >= TOUCHES_LOGGED_AT:
             await self._log_touches()
         if self.journal.compaction_due:

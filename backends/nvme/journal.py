@@ -125,12 +125,15 @@ class Journal:
         length = self._files[-1].end_bytes
         if length < self._retry_bytes:
             return False
-        live = len(self._index.entries)
-        return (
-            length > self._limits.journal_bytes_max // 2
-            or length > max(COMPACTION_RECORDS_MIN, live) * RECORD_BYTES
-            or self._snapshot_bytes > self._limits.snapshot_bytes_max >= self._snapshot_size(live)
-        )
+        if length > self._limits.journal_bytes_max // 2 or self.oversized:
+            return True
+        return length > max(COMPACTION_RECORDS_MIN, len(self._index.entries)) * RECORD_BYTES
+
+    @property
+    def oversized(self) -> bool:
+        """The snapshot is of a larger capacity's time, and a new one would not be."""
+        fits = self._snapshot_size(len(self._index.entries)) <= self._limits.snapshot_bytes_max
+        return fits and self._snapshot_bytes > self._limits.snapshot_bytes_max
 
     async def compact(self, *, forced: bool = False, room_bytes: int = 0) -> OSError | None:
         """Replace snapshot and journals by a new snapshot: if due, ``forced``, or there is no room for ``room_bytes``.

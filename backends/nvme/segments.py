@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ FREE: Final = 1
 BUSY: Final = 2
 """Holds a block, is being written or read, or is being given back."""
 
+RUN_SEGMENTS_TRIED: Final = 8
+
 _HOLE_BYTE: Final = bytes((HOLE,))
 _FREE_BYTE: Final = bytes((FREE,))
 _BUSY_BYTE: Final = bytes((BUSY,))
@@ -23,7 +26,7 @@ _NAME: Final = re.compile(r"([0-9]+)-([0-9]+)\.seg")
 
 
 class Segment:
-    """One file of ``slots`` slots of one size. ``free`` and ``busy`` count states; ``SegmentTable`` alone changes them."""
+    """One file of ``slots`` slots of one size. ``free`` and ``busy`` count states."""
 
     __slots__ = ("allocated_bytes", "busy", "free", "number", "path", "slot_bytes", "slots", "state")
 
@@ -66,15 +69,25 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
     return (int(found[2]), int(found[1])) if found else None
 
 
+class _SizeClass:
+    """The segments of one slot size that can give something, so that finding a slot does not walk all of them."""
+
+    __slots__ = ("free_slots", "with_free", "with_holes")
+
+    def __init__(self) -> None:
+        self.with_free: dict[int, Segment] = {}
+        self.with_holes: dict[int, Segment] = {}
+        self.free_slots = 0
+
+
 class SegmentTable:
-    """All segments of the directory."""
+    """All segments of the directory. ``_changed`` alone changes counts."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
         self.directory = directory
         self.limits = limits
         self.by_number: dict[int, Segment] = {}
-        self._by_size: dict[int, list[Segment]] = {}
-        """In order of number. The lowest are filled first, so that the last ones empty and can be given back."""
+        self._classes: dict[int, _SizeClass] = {}
         self._next_number = 1
         self.claimed_bytes = 0
         """Slots that are FREE or BUSY: at least what the data of all segments occupies."""
@@ -91,6 +104,10 @@ class SegmentTable:
         charged = max(self.claimed_bytes, self.allocated_bytes - self.limits.extents_bytes_max)
         return self.limits.data_bytes_max - charged
 
+    def free_bytes(self, slot_bytes: int) -> int:
+        """In FREE slots of that size."""
+        return self._class(slot_bytes).free_slots * slot_bytes
+
     def new_segment(self, slot_bytes: int) -> Segment | None:
         """A segment of holes without a file yet; None if the directory has as many files as it may."""
         if len(self.by_number) >= self.limits.segments_max:
@@ -100,19 +117,18 @@ class SegmentTable:
     def add(self, number: int, slot_bytes: int, slots: int) -> Segment:
         segment = Segment(number, slot_bytes, slots, self.directory / segment_name(number, slot_bytes))
         self.by_number[number] = segment
-        same = self._by_size.setdefault(slot_bytes, [])
-        same.append(segment)
-        same.sort(key=lambda one: one.number)
         self._next_number = max(self._next_number, number + 1)
+        self._changed(segment, 0, 0)
         return segment
 
     def remove(self, segment: Segment) -> None:
         """The file is gone. Its number is not used again while this object lives."""
-        if self.by_number.pop(segment.number, None) is None:
+        if segment.number not in self.by_number:
             return
-        self._by_size[segment.slot_bytes].remove(segment)
-        self.claimed_bytes -= (segment.free + segment.busy) * segment.slot_bytes
-        self.allocated_bytes -= segment.allocated_bytes
+        self.measured(segment, 0)
+        self._changed(segment, -segment.free, -segment.busy)
+        del self.by_number[segment.number]
+        self._class(segment.slot_bytes).with_holes.pop(segment.number, None)
 
     def measured(self, segment: Segment, allocated_bytes: int) -> None:
         if segment.number in self.by_number:
@@ -126,64 +142,77 @@ class SegmentTable:
             return
         old = segment.state[start]
         segment.state[start : start + length] = bytes((state,)) * length
-        for which, sign in ((old, -length), (state, length)):
-            if which == FREE:
-                segment.free += sign
-            elif which == BUSY:
-                segment.busy += sign
-        self.claimed_bytes += ((state != HOLE) - (old != HOLE)) * length * segment.slot_bytes
+        self._changed(segment, length * ((state == FREE) - (old == FREE)), length * ((state == BUSY) - (old == BUSY)))
 
     def count_busy(self) -> None:
         """After recovery has set the slots of its blocks BUSY, and all others are holes."""
         for segment in self:
-            segment.busy = segment.state.count(BUSY)
-        self.claimed_bytes = sum(segment.busy * segment.slot_bytes for segment in self)
+            self._changed(segment, 0, segment.state.count(BUSY))
 
     def assume_allocated(self, segment: Segment, stop: int) -> None:
         """After an open: what is not BUSY below slot ``stop`` may well be allocated, and counts so."""
         part = segment.state[:stop]
-        count = part.count(HOLE)
         segment.state[:stop] = part.replace(_HOLE_BYTE, _FREE_BYTE)
-        segment.free += count
-        self.claimed_bytes += count * segment.slot_bytes
+        self._changed(segment, part.count(HOLE), 0)
 
     def seize(self, segment: Segment) -> None:
         """Nobody may take a slot of this segment, none of which is busy, while its file is removed."""
         segment.state[:] = segment.state.replace(_FREE_BYTE, _BUSY_BYTE)
-        segment.free, segment.busy = 0, segment.free
+        self._changed(segment, -segment.free, segment.free)
 
     def unseize(self, segment: Segment) -> None:
         """The file stays after all."""
         segment.state[:] = segment.state.replace(_BUSY_BYTE, _FREE_BYTE)
-        segment.free, segment.busy = segment.busy, 0
+        self._changed(segment, segment.busy, -segment.busy)
+
+    def _class(self, slot_bytes: int) -> _SizeClass:
+        found = self._classes.get(slot_bytes)
+        if found is None:
+            found = self._classes[slot_bytes] = _SizeClass()
+        return found
+
+    def _changed(self, segment: Segment, free: int, busy: int) -> None:
+        """So many slots more are FREE and BUSY."""
+        segment.free += free
+        segment.busy += busy
+        self.claimed_bytes += (free + busy) * segment.slot_bytes
+        of_size = self._class(segment.slot_bytes)
+        of_size.free_slots += free
+        if segment.free:
+            of_size.with_free[segment.number] = segment
+        else:
+            of_size.with_free.pop(segment.number, None)
+        if segment.free + segment.busy < segment.slots:
+            of_size.with_holes[segment.number] = segment
+        else:
+            of_size.with_holes.pop(segment.number, None)
 
     def release(self, segment: Segment, slot: int) -> None:
         """The slot's block is gone for good."""
         self.mark(SlotRange(segment, slot, 1), FREE)
 
     def take(self, slot_bytes: int, count: int) -> list[Place]:
-        """Up to ``count`` FREE slots, BUSY from now on; side by side if there is such a run."""
-        having = [segment for segment in self._by_size.get(slot_bytes, ()) if segment.free]
-        for segment in having:
+        """Up to ``count`` FREE slots, BUSY from now on; side by side if a few segments tried have such a run."""
+        having = self._class(slot_bytes).with_free
+        for segment in itertools.islice(having.values(), RUN_SEGMENTS_TRIED):
             start = segment.state.find(_FREE_BYTE * count) if segment.free >= count else -1
             if start >= 0:
                 self.mark(SlotRange(segment, start, count), BUSY)
                 return [Place(segment, slot) for slot in range(start, start + count)]
         taken: list[Place] = []
-        for segment in having:
+        while having and len(taken) < count:
+            segment = next(iter(having.values()))
             start = segment.state.find(FREE)
-            while start >= 0 and len(taken) < count:
-                self.mark(SlotRange(segment, start, 1), BUSY)
-                taken.append(Place(segment, start))
-                start = segment.state.find(FREE, start + 1)
+            run = _run_length(segment.state, start, FREE, count - len(taken))
+            self.mark(SlotRange(segment, start, run), BUSY)
+            taken += [Place(segment, slot) for slot in range(start, start + run)]
         return taken
 
     def holes(self, slot_bytes: int, count: int) -> SlotRange | None:
         """Up to ``count`` holes side by side in one existing segment of that size."""
-        for segment in self._by_size.get(slot_bytes, ()):
+        for segment in self._class(slot_bytes).with_holes.values():
             start = segment.state.find(HOLE)
-            if start >= 0:
-                return SlotRange(segment, start, _run_length(segment.state, start, HOLE, count))
+            return SlotRange(segment, start, _run_length(segment.state, start, HOLE, count))
         return None
 
     def empty_segments(self) -> list[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterable
@@ -55,11 +56,14 @@ class Space:
         self._descriptors = descriptors
         self._executor = executor
         self._lost = lost
+        self._taken_of: set[int] = set()
+        """Slot sizes asked for since the last look ahead."""
         self._changing = asyncio.Lock()
         """One change of what is allocated at a time, so that each sees what the last one left."""
 
     async def take(self, slot_bytes: int, count: int) -> tuple[list[Place], Outcome]:
         """Up to ``count`` BUSY slots, and why there are no more: OK, REFUSED (the capacity), FAILED (the device)."""
+        self._taken_of.add(slot_bytes)
         places = self.table.take(slot_bytes, count)
         if len(places) == count:
             return places, Outcome.OK
@@ -75,6 +79,25 @@ class Space:
                     return places, failure(error)
                 if not why.ok:
                     return places, why
+
+    @property
+    def growth_due(self) -> bool:
+        """Whether ``grow_ahead`` has something to do."""
+        return any(self._may_grow_ahead(slot_bytes) for slot_bytes in self._taken_of)
+
+    async def grow_ahead(self) -> None:
+        """Allocate the next step of each size in use before stores must wait for it. Room alone is used for it."""
+        async with self._changing:
+            for slot_bytes in list(self._taken_of):
+                if self._may_grow_ahead(slot_bytes):
+                    # The disk may be full: the store that needs the space will say so.
+                    with contextlib.suppress(OSError):
+                        await self._allocate_holes(slot_bytes, GROW_STEP_BYTES // slot_bytes)
+            self._taken_of.clear()
+
+    def _may_grow_ahead(self, slot_bytes: int) -> bool:
+        low = self.table.free_bytes(slot_bytes) < GROW_STEP_BYTES // 2
+        return low and slot_bytes <= GROW_STEP_BYTES <= self.table.room_bytes
 
     async def trim(self) -> None:
         """Give free space back until the capacity is kept, as far as it goes. Raises ``OSError``."""

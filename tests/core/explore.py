@@ -11,8 +11,8 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.core.worlds import CANCELLED, CORRUPT, FAILED, MISSING, OK, REFUSED
@@ -25,6 +25,11 @@ from tiering.types import Outcome, TierState
 
 TICK_S = 100.0
 """Longer than every pause and every life of a verdict."""
+
+DRAIN_STEPS_MAX = 300
+
+HITS_MAX = 3
+"""No rule here asks for more loads."""
 
 ANSWERS: dict[str, tuple[Outcome, ...]] = {
     "probe": (OK, MISSING, FAILED),
@@ -50,7 +55,8 @@ class Config:
     """No new requests while so many operations are in flight."""
     overdue: bool = True
     ticks: bool = True
-    states_max: int = 1_000_000
+    answers: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
+    """Instead of all that ``ANSWERS`` allows for a kind."""
     drain_every: int = 7
 
 
@@ -76,7 +82,7 @@ def explore(config: Config, deadline_s: float = NEVER_S) -> Result:
     ways: dict[bytes, tuple[bytes | None, ev.Event | None]] = {fingerprint(core.world): (None, None)}
     frontier: deque[tuple[bytes, bytes]] = deque([(start, fingerprint(core.world))])
     transitions = drains = 0
-    while frontier and len(seen) < config.states_max and time.monotonic() - started_s < deadline_s:
+    while frontier and time.monotonic() - started_s < deadline_s:
         blob, origin = frontier.popleft()
         for event in events_of(config, load(blob)):
             core.world = world = load(blob)
@@ -96,7 +102,7 @@ def explore(config: Config, deadline_s: float = NEVER_S) -> Result:
                 frontier.append((blob_after, mark))
                 if len(seen) % config.drain_every == 0:
                     drains += 1
-                    _drain(core)
+                    drain(core)
             except Exception as error:
                 error.add_note(f"{config.name}: " + "".join(f"\n  {e}" for e in (*_way(ways, origin), event)))
                 raise
@@ -145,10 +151,10 @@ def events_of(config: Config, world: World) -> list[ev.Event]:
     now_s = world.now_s
     events: list[ev.Event] = []
     for store in world.stores.values():
-        for outcomes in itertools.product(ANSWERS["store"], repeat=len(store.blocks)):
-            events.append(ev.StoreFinished(now_s, store.job, outcomes))
+        answers = itertools.product(_allowed(config, "store"), repeat=len(store.blocks))
+        events += [ev.StoreFinished(now_s, store.job, outcomes) for outcomes in answers]
     for op in world.ops.values():
-        events += [ev.OpFinished(now_s, op.op, outcomes) for outcomes in _answers(op)]
+        events += [ev.OpFinished(now_s, op.op, outcomes) for outcomes in _answers(config, op)]
         if config.overdue and op.kind in ("probe", "promote") and not _is_late(world, op):
             events.append(ev.OpOverdue(now_s, op.op))
     for job in world.loads.values():
@@ -164,10 +170,12 @@ def events_of(config: Config, world: World) -> list[ev.Event]:
     return events
 
 
-def _answers(op: Op) -> Iterator[tuple[Outcome, ...]]:
-    if not op.items:
-        return itertools.product(ANSWERS[op.kind], repeat=len(op.handles))
-    return itertools.product(ANSWERS[op.kind], repeat=len(op.items))
+def _answers(config: Config, op: Op) -> Iterator[tuple[Outcome, ...]]:
+    return itertools.product(_allowed(config, op.kind), repeat=len(op.items) + len(op.handles))
+
+
+def _allowed(config: Config, kind: str) -> tuple[Outcome, ...]:
+    return config.answers.get(kind, ANSWERS[kind])
 
 
 def _is_late(world: World, op: Op) -> bool:
@@ -211,27 +219,58 @@ def fingerprint(world: World) -> bytes:
             key,
             block.state,
             block.parent,
-            block.hits if world.counts_hits else 0,
-            [cell and (cell.state, cell.reads, cell.stored_bytes, cell.until_s <= TICK_S + world.now_s) for cell in block.cells],
+            min(block.hits, HITS_MAX) if world.counts_hits else 0,
+            [
+                cell and (cell.state, cell.reads, cell.stored_bytes, cell.until_s <= TICK_S + world.now_s)
+                for cell in block.cells
+            ],
             [jobs[job.job] for job in world.waiting.get(key, ())],
         )
         for key, block in world.blocks.items()
     )
     ops = sorted(_op(world, op, jobs) for op in world.ops.values())
-    stores = sorted([(b.key, world.pools[s.pool].states[slot]) for b, slot in zip(s.blocks, s.slots, strict=True)] for s in world.stores.values())
+    stores = sorted(
+        [(b.key, world.pools[s.pool].states[slot]) for b, slot in zip(s.blocks, s.slots, strict=True)]
+        for s in world.stores.values()
+    )
     tiers = [_tier(world, tier) for tier in world.tiers]
     holds = [
-        (h.keys, list(h.due), h.notified, h.rests_until_s > world.now_s, h.looks_again_s > world.now_s, h in world.holders.get(h.keys[0], ()))
+        (
+            h.keys,
+            list(h.due),
+            h.notified,
+            h.rests_until_s > world.now_s,
+            h.looks_again_s > world.now_s,
+            h in world.holders.get(h.keys[0], ()),
+        )
         for h in world.holds.values()
     ]
     flushes = sorted((sorted(f.remaining),) for f in world.flushes.values())
-    rest = (sorted(jobs.values()), [jobs[j] for j in world.starved], holds, flushes, world.retry_wanted, sorted(world.foreign_leaving))
+    rest = (
+        sorted(jobs.values()),
+        [jobs[j] for j in world.starved],
+        holds,
+        flushes,
+        world.retry_wanted,
+        sorted(world.foreign_leaving),
+    )
     return pickle.dumps((pools, blocks, ops, stores, tiers, rest), protocol=5)
 
 
 def _job(world: World, job: LoadJob) -> tuple[Any, ...]:
     shape = tuple(-1 if slot < 0 else world.pools[job.pool].states[slot] for slot in job.slots)
-    return (job.keys, job.limit, job.protect, job.tail, job.cursor, job.scanned, shape, job.flight_bytes, job.done, job.announced)
+    return (
+        job.keys,
+        job.limit,
+        job.protect,
+        job.tail,
+        job.cursor,
+        job.scanned,
+        shape,
+        job.flight_bytes,
+        job.done,
+        job.announced,
+    )
 
 
 def _op(world: World, op: Op, jobs: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -251,18 +290,26 @@ def _op(world: World, op: Op, jobs: dict[int, tuple[Any, ...]]) -> tuple[Any, ..
 def _tier(world: World, tier: Tier) -> tuple[Any, ...]:
     victims = tier.policy.victims(len(tier.policy), lambda key: False) if tier.policy is not None else []
     late = tier.deletes_after_s > world.now_s
-    return (tier.state.value, list(tier.owed), list(tier.parked), list(tier.foreign), list(tier.unvouched.items()), victims, late)
+    return (
+        tier.state.value,
+        list(tier.owed),
+        list(tier.parked),
+        list(tier.foreign),
+        list(tier.unvouched.items()),
+        victims,
+        late,
+    )
 
 
 # -- the fair end -----------------------------------------------------------------------------------------------------
 
 
-def _drain(core: TieringCore) -> None:
+def drain(core: TieringCore) -> None:
     """From here on everything works and every caller lets go: nothing may be left in use, waiting or leaking."""
     world = core.world
     for tier in world.spec.tiers:
         core.handle(ev.TierChanged(world.now_s, tier.name, TierState.UP))
-    for _ in range(100):
+    for _ in range(DRAIN_STEPS_MAX):
         if world.ops:
             op = next(iter(world.ops.values()))
             core.handle(ev.OpFinished(world.now_s, op.op, (OK,) * (len(op.items) + len(op.handles))))
@@ -275,7 +322,8 @@ def _drain(core: TieringCore) -> None:
         else:
             break
         check(world)
-    assert not (world.ops or world.stores or world.loads), "it does not come to rest"
+    left = (*world.ops, *world.stores, *world.loads)
+    assert not left, "it does not come to rest"
     assert not world.flushes, "a flush does not end"
     for pool in world.pools:
         assert pool.busy == 0, "slots stay busy"
@@ -283,7 +331,7 @@ def _drain(core: TieringCore) -> None:
         assert len(pool.free) + held == pool.spec.slots, "slots leak"
     for tier in world.tiers:
         assert not tier.owed, f"blocks stay owed to {tier.spec.name}"
-        assert not tier.lent_bytes and not tier.deleting_bytes and not tier.asking, tier.spec.name
+        assert (tier.lent_bytes, tier.deleting_bytes, tier.asking) == (0, 0, 0), tier.spec.name
 
 
 def at(world: World, *events: Callable[[float], ev.Event]) -> Events:

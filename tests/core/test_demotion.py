@@ -44,7 +44,7 @@ def test_slow_tier_holds_fast_tiers_slots() -> None:
     bench.put(chain(8))
     assert len(bench.take(Demote)) == 2
     assert bench.core.world.pools[0].busy == 2
-    assert bench.core.counters.demote_deferred > 0
+    assert bench.core.counters.demote_deferred == 6
     plan = bench.store(chain(6, "new"))
     assert len(plan.grants) == 6, "the engine does not wait for the slow tier"
     bench.filled(plan)
@@ -196,11 +196,37 @@ def test_on_evict() -> None:
     bench.put(chain(7))
     assert not bench.take(Demote)
     bench.put((b"x",))
-    assert keys_of(bench.one(Demote)) == [b"06"]
-    bench.drain()
+    demote = bench.one(Demote)
+    assert keys_of(demote) == [b"06"]
     plan = bench.store((b"y",), patient=True)
-    assert plan.retry, "the victim is on its way down"
-    bench.drain()
+    assert (plan.grants, plan.retry) == ((), True), "the victim is on its way down"
+    bench.answer(demote)
+    plan = bench.store((b"y",), patient=True)
+    assert len(plan.grants) == 1
+    bench.filled(plan)
+    assert bench.ready() == {*chain(6), b"x", b"y"}
+
+
+def test_on_evict_when_the_engine_cannot_wait() -> None:
+    """row 29: its slot is needed now; the tier goes without."""
+    bench = Bench(spec_of(2, exclusive(rule="on_evict")))
+    bench.put((b"a",))
+    bench.put((b"b",))
+    assert keys_of(bench.one(Demote)) == [b"a"]
+    assert bench.put((b"x", b"y")) == 1, "a is being read by the tier"
+    assert bench.ready() == {b"a", b"x"}
+
+
+def test_on_evict_with_a_tier_that_fails() -> None:
+    """row 29: what the tier would not take is evicted without it, by patient callers too."""
+    bench = Bench(spec_of(2, exclusive(rule="on_evict")))
+    bench.put(chain(2))
+    bench.drain(FAILED)
+    assert bench.put((b"x",), patient=True) == 1
+    plan = bench.store((b"y",), patient=True)
+    assert plan.retry
+    bench.drain(FAILED)
+    assert bench.put((b"y",), patient=True) == 1
 
 
 def test_on_evict_finds_its_victims_backed() -> None:

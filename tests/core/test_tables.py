@@ -23,7 +23,11 @@ BATCHES = {
     Move.DOOM: lambda world, pool, block: moves.doom(world, pool, block),
     Move.CONDEMN: lambda world, pool, block: moves.condemn(world, pool, block),
 }
-SLOT_OF = {PrimaryState.ABSENT: SlotState.FREE, PrimaryState.FILLING: SlotState.FILLING, PrimaryState.READY: SlotState.HELD}
+SLOT_OF = {
+    PrimaryState.ABSENT: SlotState.FREE,
+    PrimaryState.FILLING: SlotState.FILLING,
+    PrimaryState.READY: SlotState.HELD,
+}
 
 
 def _placed(primary: PrimaryState, slot: SlotState) -> tuple[World, Pool, Block]:

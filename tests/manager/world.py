@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from backends.memory import MemoryBackend, MemoryConfig
-from tiering import KVLayout, TieringConfig, block_keys
+from tiering import KVLayout, TieringConfig, TieringOffloadingManager, block_keys
 from tiering.api import BackendConfig
+from tiering.build import COPY_THREADS
 from tiering.testing.faults import FaultPlan, FaultyBackend
 
 BLOCK_BYTES = 4096
@@ -30,6 +34,9 @@ class FaultyTier(FaultyBackend):
 
     def __init__(self, config: FaultyConfig) -> None:
         super().__init__(MemoryBackend(config), plans[config.label])
+        if config.shared:
+            # Others fill and empty it, too: the manager must ask, and nothing it was told stays true.
+            self.capabilities = dataclasses.replace(self.capabilities, shared=True, exclusive=False)
         made.setdefault(config.label, []).append(self)
 
 
@@ -37,6 +44,7 @@ class FaultyConfig(MemoryConfig):
     backend: ClassVar[str] = "tests.manager.world:FaultyTier"
     type: Literal["faulty"] = "faulty"  # type: ignore[assignment]
     label: str
+    shared: bool = False
 
 
 def faulty(name: str, blocks: int = 64, **options: Any) -> tuple[FaultyConfig, FaultPlan]:
@@ -76,6 +84,31 @@ async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 
     async with asyncio.timeout(limit_s):
         while not await condition():  # noqa: ASYNC110 - it yields, it does not sleep
             await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def busy_copies(manager: TieringOffloadingManager) -> Iterator[threading.Event]:
+    """Both threads that copy are taken: a copy asked for in the block waits in their queue until the event is set."""
+    go_on = threading.Event()
+    started = [threading.Event() for _ in range(COPY_THREADS)]
+
+    def block(begun: threading.Event) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    for begun in started:
+        manager.parts.copies.submit(block, begun)
+    assert all(begun.wait(20) for begun in started)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+
+
+async def turns(n: int = 10) -> None:
+    """Let the loop come round n times."""
+    for _ in range(n):
+        await asyncio.sleep(0)
 
 
 def blank(n: int, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:

@@ -194,7 +194,7 @@ async def test_no_trial_while_every_place_is_held_by_a_hung_call() -> None:
 async def test_retries_stop_when_the_breaker_opens(op_name: Op) -> None:
     async with opened(spec=dataclasses.replace(SPEC, retry_max=10, backoff_s=0.01)) as rig:
         rig.plan.fail_calls(op_name, lambda: BackendError("refused", retryable=True))
-        op = {"load": rig.load, "store": rig.store, "delete": rig.delete}[op_name](0)
+        op = rig.load(0) if op_name == "load" else rig.store(0) if op_name == "store" else rig.delete(0)
         await rig.clock.advance(0.1)
         assert rig.backend.calls[op_name] == 3
         outcomes = rig.sink.outcomes(op)

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from tiering import registry
 from tiering.api import Backend
 from tiering.build import namespace_of
+from tiering.cli.tiers import make_backend
 from tiering.config import TieringConfig
 from tiering.errors import BackendError, ConfigError
 from tiering.keys import block_keys
 from tiering.memory.arena import Arena, PoolShape
 from tiering.support.units import format_bytes
-from tiering.types import KVLayout
+from tiering.types import KVLayout, Outcome
 
-BLOCK_SIZES = (256 << 10, 1 << 20)
-TOTAL_BYTES = 256 << 20
-"""Written and read by each run of a pair."""
-DEPTH = 8
-"""Requests under way at a time, of both sides."""
-CALL_BLOCKS = 8
-"""Blocks in one backend call, as the manager batches them."""
+Rows: TypeAlias = npt.NDArray[np.uint8]
+Item: TypeAlias = tuple[bytes, memoryview]
+Run: TypeAlias = Callable[[], Awaitable[float]]
+"""Moves all blocks once; the seconds it took."""
+Transfer: TypeAlias = Callable[[int, memoryview, int], int]
+"""Of a descriptor, a buffer and an offset; the bytes moved."""
+
+BLOCK_SIZES: Final = (256 << 10, 1 << 20)
+TOTAL_BYTES: Final = 256 << 20
+DEPTH: Final = 8
+"""Threads of both sides, each with one request under way."""
+CALL_BLOCKS: Final = 8
+CALLS_MAX: Final = 4
+"""Blocks in a backend call, and calls under way at a time: what a tier's ``batch_blocks_max`` and ``ops_max`` are by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,104 +59,113 @@ class _Pair:
         return self.raw_s / self.ours_s
 
 
-def bench(path: Path | None, pairs: int) -> dict[str, Any]:
-    """Measure each block size; ``spread`` is the inter-quartile range of the pairs' ratios."""
-    with _directory(path) as directory:
-        sizes = [asyncio.run(_bench_size(directory, size, pairs)) for size in BLOCK_SIZES]
+def bench(path: Path | None, pairs: int, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
+    """Measure each block size in a fresh directory below ``path`` (None: the current one), removed afterwards.
+
+    ``total_bytes`` are written and read by each run of a pair. Raises ``ConfigError`` if the directory cannot be used.
+    """
+    with _directory(path or Path(), 4 * total_bytes) as directory:
+        sizes = [asyncio.run(_bench_size(directory, size, pairs, total_bytes)) for size in BLOCK_SIZES]
     o_direct = all(size.pop("o_direct") for size in sizes)
-    return {"sizes": sizes, "o_direct": o_direct, "pairs": pairs, "depth": DEPTH, "bytes_per_run": TOTAL_BYTES}
+    return {
+        "ok": True,
+        "sizes": sizes,
+        "o_direct": o_direct,
+        "pairs": pairs,
+        "depth": DEPTH,
+        "bytes_per_run": total_bytes,
+    }
 
 
 @contextmanager
-def _directory(path: Path | None) -> Iterator[Path]:
+def _directory(path: Path, need_bytes: int) -> Iterator[Path]:
     try:
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="kvtiering-bench-", dir=path or Path.cwd()) as name:
-            yield Path(name)
+        scratch = tempfile.TemporaryDirectory(prefix="kvtiering-bench-", dir=path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; choose a writable directory with --path") from None
+        raise ConfigError(f"--path {path}: {error.strerror or error}; name a directory you may write to") from None
+    with scratch as name:
+        free_bytes = shutil.disk_usage(name).free
+        if free_bytes < need_bytes:
+            raise ConfigError(
+                f"--path {path}: {format_bytes(free_bytes)} are free and {format_bytes(need_bytes)} are needed;"
+                " name a directory on another disk"
+            )
+        yield Path(name)
 
 
-async def _bench_size(directory: Path, block_bytes: int, pairs: int) -> dict[str, Any]:
-    blocks = TOTAL_BYTES // block_bytes
-    arena = Arena([PoolShape(blocks, block_bytes)])
-    arena.prefault()
-    rows = np.random.default_rng(block_bytes).integers(0, 256, (blocks, block_bytes), np.uint8)
-    arena.fill(0, list(range(blocks)), rows)
+async def _bench_size(directory: Path, block_bytes: int, pairs: int, total_bytes: int) -> dict[str, Any]:
+    blocks = total_bytes // block_bytes
     layout = KVLayout.uniform(model="tiering bench", tokens_per_block=16, block_bytes=block_bytes)
-    keys = block_keys(list(range(16 * blocks)), layout)
-    views = [arena.view(0, i, block_bytes) for i in range(blocks)]
-    backend = _backend(directory / f"ours-{block_bytes}", block_bytes)
-    await backend.open(namespace_of(layout, "bench"))
-    raw = _Raw(directory / f"raw-{block_bytes}", blocks * block_bytes)
+    rows = np.random.default_rng(block_bytes).integers(0, 256, (blocks, block_bytes), np.uint8)
+    arena = Arena([PoolShape(blocks, block_bytes)])
     try:
+        arena.prefault()
+        arena.fill(0, list(range(blocks)), rows)
+        views = [arena.view(0, i, block_bytes) for i in range(blocks)]
+        items = list(zip(block_keys(list(range(16 * blocks)), layout), views, strict=True))
+        read = partial(_read_back, arena.array(0), rows)
         stores, loads = [], []
-        for round_ in range(pairs + 1):  # the first pair warms up: it allocates what the others overwrite
-            ours_first = round_ % 2 == 0
-            ours, theirs = await _both(ours_first, _store(backend, keys, views), lambda: raw.run(os.pwrite, views))
-            stores.append(_Pair(ours, theirs))
-            rows_back = arena.array(0)
-            rows_back[:] = 0
-            ours, theirs = await _both(ours_first, _load(backend, keys, views), lambda: raw.run(_pread, views))
-            loads.append(_Pair(ours, theirs))
-            if not np.array_equal(rows_back, rows):
-                raise BackendError("blocks came back with other bytes", op="bench")
-            await backend.delete(keys)
-        o_direct = bool(getattr(backend, "o_direct"))  # noqa: B009 - the nvme backend's own, not part of the contract
+        with _raw_file(directory / f"raw-{block_bytes}", views) as raw:
+            async with _opened(directory / f"ours-{block_bytes}", layout, 2 * total_bytes) as backend:
+                store, load = partial(_calls, backend.store, items), partial(_calls, backend.load, items)
+                for number in range(pairs + 1):  # the first pair warms up: it allocates what the others overwrite
+                    swap = number % 2 == 1
+                    stores.append(await _pair(store, partial(raw.run, os.pwrite), swap))
+                    loads.append(await _pair(partial(read, load), partial(read, partial(raw.run, _pread)), swap))
+                    await backend.delete([key for key, _ in items])
+                # The nvme backend's own, beside the contract: false from the filesystem's first refusal on.
+                o_direct: bool = getattr(backend, "o_direct") and raw.direct  # noqa: B009
     finally:
-        raw.close()
-        await backend.aclose(10.0)
-        views.clear()
         arena.close()
-    return {"block_bytes": block_bytes, **_summary(stores[1:], loads[1:], blocks * block_bytes), "o_direct": o_direct}
+    return {"block_bytes": block_bytes, **_summary(stores[1:], loads[1:], total_bytes), "o_direct": o_direct}
 
 
-def _backend(path: Path, block_bytes: int) -> Backend:
-    config = TieringConfig.from_dict(
-        {
-            "primary": {"capacity": "64MiB"},
-            "tiers": [{"type": "nvme", "path": str(path), "capacity": 3 * TOTAL_BYTES, "threads": DEPTH}],
-        },
-        where="bench",
-    ).tiers[0]
-    backend: Backend = registry.backend_class(config)(config)  # type: ignore[call-arg]
-    return backend
+async def _read_back(slots: Rows, rows: Rows, run: Run) -> float:
+    """Seconds of ``run``, which must have filled ``slots`` with ``rows``."""
+    slots[:] = 0
+    taken_s = await run()
+    if not np.array_equal(slots, rows):
+        raise BackendError("blocks came back with other bytes", op="bench")
+    return taken_s
 
 
-async def _both(ours_first: bool, ours: Any, raw: Callable[[], float]) -> tuple[float, float]:
-    """One pair; which side goes first alternates, so that neither always finds the disk quiet."""
-    if ours_first:
-        ours_s = await ours
-        return ours_s, raw()
-    raw_s = raw()
-    return await ours, raw_s
+@asynccontextmanager
+async def _opened(path: Path, layout: KVLayout, capacity_bytes: int) -> AsyncIterator[Backend]:
+    tier = {"type": "nvme", "path": str(path), "capacity": capacity_bytes, "threads": DEPTH}
+    config = TieringConfig.from_dict({"primary": {"capacity": capacity_bytes}, "tiers": [tier]}, where="bench")
+    backend = make_backend(config.tiers[0])
+    try:
+        await backend.open(namespace_of(layout, "bench"))
+        yield backend
+    finally:
+        await backend.aclose(10.0)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-async def _store(backend: Backend, keys: list[bytes], views: list[memoryview]) -> float:
-    return await _calls(backend.store, list(zip(keys, views, strict=True)))
+async def _pair(ours: Run, raw: Run, swap: bool) -> _Pair:
+    """Which side goes first alternates, so that neither always finds what the other left behind."""
+    if swap:
+        raw_s = await raw()
+        return _Pair(await ours(), raw_s)
+    ours_s = await ours()
+    return _Pair(ours_s, await raw())
 
 
-async def _load(backend: Backend, keys: list[bytes], views: list[memoryview]) -> float:
-    return await _calls(backend.load, list(zip(keys, views, strict=True)))
+async def _calls(call: Callable[[Sequence[Item]], Awaitable[list[Outcome]]], items: Sequence[Item]) -> float:
+    """Seconds for all items, in calls as the manager makes them."""
+    batches = iter([items[at : at + CALL_BLOCKS] for at in range(0, len(items), CALL_BLOCKS)])
 
+    async def lane() -> list[Outcome]:
+        return [outcome for batch in batches for outcome in await call(batch) if not outcome.ok]
 
-async def _calls(call: Any, items: list[tuple[bytes, memoryview]]) -> float:
-    """All items, in calls of ``CALL_BLOCKS``, as many under way as keep ``DEPTH`` requests busy; seconds."""
-    lanes = asyncio.Semaphore(max(2, DEPTH // 2))
-
-    async def one(start: int) -> None:
-        async with lanes:
-            outcomes = await call(items[start : start + CALL_BLOCKS])
-        bad = [outcome for outcome in outcomes if not outcome.ok]
-        if bad:
-            raise BackendError(f"{len(bad)} blocks failed: {bad[0].why or bad[0].code.value}", op=call.__name__)
-
-    begin = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for start in range(0, len(items), CALL_BLOCKS):
-            group.create_task(one(start))
-    return time.perf_counter() - begin
+    start = time.perf_counter()
+    failed = [
+        outcome for lane_failed in await asyncio.gather(*(lane() for _ in range(CALLS_MAX))) for outcome in lane_failed
+    ]
+    taken_s = time.perf_counter() - start
+    if failed:
+        raise BackendError(f"{len(failed)} blocks failed: {failed[0].why or failed[0].code.value}", op="bench")
+    return taken_s
 
 
 def _pread(fd: int, view: memoryview, offset: int) -> int:
@@ -155,45 +175,78 @@ def _pread(fd: int, view: memoryview, offset: int) -> int:
 class _Raw:
     """The physical limit here: threads that read or write a preallocated file, block by block, and do nothing else."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, size)
-        self._pool = ThreadPoolExecutor(DEPTH)
+    def __init__(self, fd: int, direct: bool, views: Sequence[memoryview], pool: ThreadPoolExecutor) -> None:
+        self.direct = direct
+        self._fd = fd
+        self._views = views
+        self._pool = pool
 
-    def run(self, call: Callable[[int, Any, int], int], views: list[memoryview]) -> float:
-        def lane(first: int) -> None:
-            for index in range(first, len(views), DEPTH):
-                view = views[index]
-                if call(self._fd, view, index * len(view)) != len(view):
+    async def run(self, transfer: Transfer) -> float:
+        """Seconds for all views. Blocks the loop: nothing else runs meanwhile."""
+        work = iter(enumerate(self._views))
+
+        def thread(_: int) -> None:
+            for index, view in work:
+                if transfer(self._fd, view, index * len(view)) != len(view):
                     raise BackendError("short transfer in the raw loop", op="bench")
 
-        begin = time.perf_counter()
-        list(self._pool.map(lane, range(DEPTH)))
-        return time.perf_counter() - begin
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        os.close(self._fd)
+        start = time.perf_counter()
+        list(self._pool.map(thread, range(DEPTH)))
+        return time.perf_counter() - start
 
 
-def _summary(stores: list[_Pair], loads: list[_Pair], size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"spread": {}}
+@contextmanager
+def _raw_file(path: Path, views: Sequence[memoryview]) -> Iterator[_Raw]:
+    fd, direct = _open_direct(path, views[0])
+    try:
+        os.posix_fallocate(fd, 0, len(views) * len(views[0]))
+        with ThreadPoolExecutor(DEPTH) as pool:
+            yield _Raw(fd, direct, views, pool)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _open_direct(path: Path, view: memoryview) -> tuple[int, bool]:
+    """A descriptor, and whether it bypasses the page cache: some filesystems refuse at open, some at the first write."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        try:
+            os.pwrite(direct_fd, view, 0)
+        except OSError:
+            os.close(direct_fd)
+            raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            os.close(fd)
+            raise
+        return fd, False
+    os.close(fd)
+    return direct_fd, True
+
+
+def _summary(stores: Sequence[_Pair], loads: Sequence[_Pair], size: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     for op, pairs in (("store", stores), ("load", loads)):
-        ratios = sorted(pair.ratio for pair in pairs)
+        ratios = [pair.ratio for pair in pairs]
         quarters = statistics.quantiles(ratios, n=4)
         result[f"{op}_ratio_to_raw"] = round(statistics.median(ratios), 3)
         result[f"raw_{op}_gib_s"] = round(size / statistics.median(pair.raw_s for pair in pairs) / 2**30, 3)
-        result["spread"][op] = round(quarters[2] - quarters[0], 3)
+        result[f"{op}_spread"] = round(quarters[2] - quarters[0], 3)
+    result["spread"] = max(result["store_spread"], result["load_spread"])
     return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"nvme backend against a raw loop, depth {result['depth']}, {result['pairs']} pairs, "
-                        f"O_DIRECT {'on' if result['o_direct'] else 'OFF'}")  # fmt: skip
-    for column in ("block", "store / raw", "load / raw", "raw store GiB/s", "raw load GiB/s", "spread of ratios"):
+    how = "O_DIRECT" if result["o_direct"] else "the page cache: this filesystem refuses O_DIRECT"
+    title = f"nvme backend against a raw loop: depth {result['depth']}, {result['pairs']} pairs, through {how}"
+    console.print(title, soft_wrap=True)
+    table = Table()
+    for column in ("block", "store / raw", "load / raw", "raw store GiB/s", "raw load GiB/s", "spread of the ratios"):
         table.add_column(column, justify="right")
     for size in result["sizes"]:
-        spread = f"{size['spread']['store']} / {size['spread']['load']}"
         names = ("store_ratio_to_raw", "load_ratio_to_raw", "raw_store_gib_s", "raw_load_gib_s")
+        spread = f"{size['store_spread']} / {size['load_spread']}"
         table.add_row(format_bytes(size["block_bytes"]), *(str(size[name]) for name in names), spread)
     console.print(table)

@@ -4,47 +4,51 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from tiering import registry
-from tiering.api import Backend, InspectedBlock
+from tiering.api import Backend, InspectedBlock, Outcome
+from tiering.cli.tiers import make_backend, tier_of
 from tiering.config import TieringConfig
-from tiering.errors import ConfigError
-from tiering.registry import did_you_mean
+from tiering.errors import BackendError, ConfigError
 from tiering.support.units import format_bytes
 
-BAD_BLOCKS_SHOWN_MAX = 100
+BAD_BLOCKS_SHOWN_MAX: Final = 100
+"""Most damaged blocks named; all are counted."""
 
 
 def inspect(path: Path, tier: str, *, verify: bool) -> dict[str, Any]:
-    """Look at every block. ``ok`` is false if ``verify`` found one that is not whole. Changes nothing."""
-    config = TieringConfig.from_yaml(path)
-    if tier not in config.tier_names:
-        known = ", ".join(config.tier_names) or "none"
-        raise ConfigError(f"{path}: no tier is named {tier!r}{did_you_mean(tier, config.tier_names)}; tiers: {known}")
-    chosen = config.tiers[config.tier_names.index(tier)]
-    backend: Backend = registry.backend_class(chosen)(chosen)  # type: ignore[call-arg]
-    return {"config": str(path), "tier": tier, "type": chosen.type, **asyncio.run(_inspect(backend, tier, verify))}
+    """Look at every block. ``ok`` is false if ``verify`` found one that is not whole. Changes nothing.
+
+    Raises ``ConfigError`` if there is no such tier, it is in use, or its kind cannot be looked at.
+    """
+    chosen = tier_of(path, TieringConfig.from_yaml(path), tier)
+    try:
+        found = asyncio.run(_inspect(make_backend(chosen), verify))
+    except NotImplementedError:
+        raise ConfigError(
+            f"{path}: tier {tier!r}: a tier of type {chosen.type!r} keeps nothing that could be looked at from outside"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: tier {tier!r}: {error}") from error
+    except OSError as error:
+        raise BackendError(str(error), tier=tier, op="inspect") from error
+    return {"config": str(path), "tier": tier, "type": chosen.type, **found}
 
 
-async def _inspect(backend: Backend, tier: str, verify: bool) -> dict[str, Any]:
+async def _inspect(backend: Backend, verify: bool) -> dict[str, Any]:
     namespaces: dict[str, dict[str, Any]] = {}
     bad: list[dict[str, str]] = []
     bad_blocks = 0
-    try:
-        async for batch in backend.inspect(verify=verify):
-            for block in batch:
-                _count(namespaces, block)
-                if block.outcome is not None and not block.outcome.ok:
-                    bad_blocks += 1
-                    if len(bad) < BAD_BLOCKS_SHOWN_MAX:
-                        why = f"{block.outcome.code.value}: {block.outcome.why}"
-                        bad.append({"key": block.key.hex(), "place": block.place, "why": why})
-    except NotImplementedError:
-        raise ConfigError(f"tier {tier!r}: blocks of a {type(backend).__name__} cannot be listed") from None
+    async for batch in backend.inspect(verify=verify):
+        for block in batch:
+            _count(namespaces, block)
+            if block.outcome is not None and not block.outcome.ok:
+                bad_blocks += 1
+                if len(bad) < BAD_BLOCKS_SHOWN_MAX:
+                    bad.append(_bad(block, block.outcome))
     return {
         "ok": bad_blocks == 0,
         "verified": verify,
@@ -54,6 +58,11 @@ async def _inspect(backend: Backend, tier: str, verify: bool) -> dict[str, Any]:
         "bad_blocks": bad_blocks,
         "bad": bad,
     }
+
+
+def _bad(block: InspectedBlock, outcome: Outcome) -> dict[str, str]:
+    why = f"{outcome.code.value}: {outcome.why}" if outcome.why else outcome.code.value
+    return {"namespace": block.namespace_digest.hex(), "key": block.key.hex(), "place": block.place, "why": why}
 
 
 def _count(namespaces: dict[str, dict[str, Any]], block: InspectedBlock) -> None:
@@ -66,7 +75,12 @@ def _count(namespaces: dict[str, dict[str, Any]], block: InspectedBlock) -> None
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"tier {result['tier']}: {result['blocks']:,} blocks, {format_bytes(result['stored_bytes'])}")
+    if not result["blocks"]:
+        console.print(f"tier {result['tier']} holds no blocks")
+        return
+    title = f"tier {result['tier']}: {result['blocks']:,} blocks, {format_bytes(result['stored_bytes'])}"
+    console.print(title, soft_wrap=True)
+    table = Table()
     for column in ("namespace", "model", "revision", "dtype", "epoch"):
         table.add_column(column)
     for column in ("blocks", "prefix roots", "size"):
@@ -79,4 +93,6 @@ def show(console: Console, result: dict[str, Any]) -> None:
     if result["verified"]:
         console.print(f"verified: {result['bad_blocks']} of {result['blocks']:,} blocks are not whole")
     for item in result["bad"]:
-        console.print(f"  {item['place']} {item['key']}: {item['why']}", highlight=False)
+        console.print(f"  {item['place']}: key {item['key']}: {item['why']}", soft_wrap=True)
+    if result["bad_blocks"] > len(result["bad"]):
+        console.print(f"  and {result['bad_blocks'] - len(result['bad']):,} more")

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 
+from tiering.cli import tiers
+from tiering.cli.output import (
+    BAD_INPUT,
+    CHECK_FAILED,
+    GOOD,
+    INTERRUPTED,
+    READER_GONE,
+    TERMINATED,
+    OutputError,
+    drop_stdout,
+    emit,
+    finish,
+    report_error,
+)
 from tiering.errors import ConfigError, ShapeError, TieringError
 from tiering.support.units import parse_bytes
 
@@ -25,21 +41,28 @@ bench_app = typer.Typer(help="Measure a tier against the raw medium, in one run.
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 
+_UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+"""What the parser raises. It has no public name of its own: Typer carries its own copy of click since 0.26."""
+
 ConfigPath = Annotated[Path, typer.Argument(help="The YAML configuration.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 BlockBytes = Annotated[str, typer.Option(help="Size of one block of your model, with a unit.")]
 TokensPerBlock = Annotated[int, typer.Option(min=1, help="Tokens that one block stands for.")]
 
 
-def run(work: Callable[[], dict[str, Any]], show: Callable[[Console, dict[str, Any]], None], *, as_json: bool) -> None:
-    """Do the work and show its result; ``result["ok"]`` (default true) decides between exit code 0 and 1."""
-    result = work()
-    if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        show(Console(), result)
-    if not result.get("ok", True):
-        raise typer.Exit(1)
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        emit(f"kvtiering {importlib.metadata.version('kvtiering')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep a language model's KV cache alive beyond GPU memory."""
 
 
 @app.command()
@@ -53,7 +76,7 @@ def check(
     from tiering.cli import check as command
 
     layout = command.layout_of(_bytes(block_bytes, "--block-bytes"), tokens_per_block)
-    run(lambda: command.check(config, layout), command.show, as_json=as_json)
+    finish(command.check(config, layout), command.show, as_json=as_json)
 
 
 @app.command()
@@ -66,21 +89,22 @@ def inspect(
     """Show what a tier holds, by namespace. Works on a tier that no engine has open."""
     from tiering.cli import inspect as command
 
-    run(lambda: command.inspect(config, tier, verify=verify), command.show, as_json=as_json)
+    finish(command.inspect(config, tier, verify=verify), command.show, as_json=as_json)
 
 
 @bench_app.command("nvme")
 def bench_nvme(
     path: Annotated[
-        Path | None, typer.Option(help="Directory on the disk to measure; a temporary one by default.")
+        Path | None,
+        typer.Option(help="Directory on the disk to measure; the current one by default. Needs 1 GiB, left as it was."),
     ] = None,
-    pairs: Annotated[int, typer.Option(min=3, help="Interleaved pairs of runs a size.")] = 7,
+    pairs: Annotated[int, typer.Option(min=3, max=1000, help="Interleaved pairs of runs a block size.")] = 7,
     as_json: Json = False,
 ) -> None:
     """Compare the nvme backend with a raw O_DIRECT loop of the same depth and buffers, in interleaved pairs."""
     from tiering.cli import bench_nvme as command
 
-    run(lambda: command.bench(path, pairs), command.show, as_json=as_json)
+    finish(command.bench(path, pairs), command.show, as_json=as_json)
 
 
 @config_app.command("init")
@@ -92,17 +116,14 @@ def config_init(
     """Write one of the shipped configurations to a file of yours."""
     from tiering.config import shipped_config
 
-    def work() -> dict[str, Any]:
-        text = shipped_config(name)
-        try:
-            with to.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            remedy = "choose another file with --to" if isinstance(error, FileExistsError) else "check the directory"
-            raise ConfigError(f"{to}: {error.strerror}; {remedy}") from None
-        return {"ok": True, "name": name, "path": str(to)}
-
-    run(work, lambda console, result: console.print(f"wrote {result['path']}"), as_json=as_json)
+    text = shipped_config(name)
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--to {to}: {error.strerror}; name a new file in a directory you may write to") from None
+    result = {"ok": True, "name": name.removesuffix(".yaml"), "path": str(to)}
+    finish(result, lambda console, shown: console.print(f"wrote {shown['path']}", soft_wrap=True), as_json=as_json)
 
 
 @config_app.command("list")
@@ -110,16 +131,16 @@ def config_list(as_json: Json = False) -> None:
     """Name the shipped configurations."""
     from tiering.config import shipped_config_names
 
-    names = list(shipped_config_names())
-    run(lambda: {"names": names}, lambda console, result: console.print("\n".join(result["names"])), as_json=as_json)
+    result = {"ok": True, "names": list(shipped_config_names())}
+    finish(result, lambda console, shown: console.print("\n".join(shown["names"])), as_json=as_json)
 
 
 @config_app.command("schema")
-def config_schema() -> None:
+def config_schema(as_json: Json = False) -> None:
     """Print the JSON Schema of a configuration, for editors."""
     from tiering.config import json_schema
 
-    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+    emit(json.dumps(json_schema(), indent=None if as_json else 2) + "\n")
 
 
 @app.command()
@@ -135,28 +156,76 @@ def demo(
     from tiering.cli import demo as command
 
     given = {"plot": plot, "path": path, "conversations": conversations, "turns": turns, "seed": seed}
-    options = command.DemoOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    demo_options = command.DemoOptions(**chosen)
     with command.progress_bar() as progress:
-        result = command.run_demo(options, progress=progress)
-    run(result.to_json, lambda console, _: command.render(result, console), as_json=as_json)
+        result = command.run_demo(demo_options, progress=progress)
+    finish(result.to_json(), lambda console, _: command.render(result, console), as_json=as_json, markup=True)
 
 
 def _bytes(text: str, option: str) -> int:
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
+    if not size:
+        raise ConfigError(f"{option}: a block has at least one byte")
+    return size
 
 
-def main() -> None:
-    """Entry point: errors that an operator can fix become one line on stderr and exit code 2, never a traceback."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (the process's own when None) and return its exit code.
+
+    What an operator can put right becomes a line on stderr (with ``--json`` also an object on stdout), never a traceback.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:
+        # As at Ctrl-C, temporary files are removed first.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
-        app()
-    except (ConfigError, ShapeError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
-    except TieringError as error:
-        sys.stderr.write(f"failed: {error}\n")
-        raise SystemExit(1) from None
+        code = _run(words, as_json="--json" in words)
+    except OutputError as error:
+        if error.reader_gone:
+            code = READER_GONE
+        else:
+            sys.stderr.write(f"error: {error}\n")
+            code = CHECK_FAILED
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        code = INTERRUPTED
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else CHECK_FAILED
+    if arguments is None and tiers.hung:
+        # The interpreter would wait for threads that never return.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(words: list[str], *, as_json: bool) -> int:
+    try:
+        code: int | None = app(words, prog_name="tiering", standalone_mode=False)
+        sys.stdout.flush()
+    except (ConfigError, ShapeError) as error:
+        return report_error(str(error), BAD_INPUT, as_json=as_json)
+    except TieringError as error:
+        return report_error(str(error), CHECK_FAILED, as_json=as_json)
+    except _UsageError as error:
+        return _report_usage(error, as_json=as_json)
+    except typer.Abort:
+        return INTERRUPTED
+    except OSError as error:
+        # No command lets one through on purpose, but a disk can fail anywhere, and a traceback helps nobody then.
+        if isinstance(error, BrokenPipeError):
+            drop_stdout()
+            raise OutputError(error) from None
+        return report_error(str(error), CHECK_FAILED, as_json=as_json)
+    return code or GOOD
+
+
+def _report_usage(error: Any, *, as_json: bool) -> int:
+    message = error.format_message().rstrip(".")
+    if not message:
+        return BAD_INPUT  # no arguments at all: the help is out already
+    place = error.ctx.command_path if error.ctx is not None else "tiering"
+    return report_error(f"{place}: {message}; see `{place} --help`", BAD_INPUT, as_json=as_json)

@@ -69,7 +69,8 @@ def owe(world: World, tier: Tier, block: Block) -> None:
         return
     tier.parked.pop(key, None)
     tier.owed[key] = None
-    if not tier.writable or tier.lent_bytes >= tier.spec.queue_bytes_max:
+    due_bytes = tier.lent_bytes + len(tier.owed) * world.pools[block.pool].spec.payload_bytes
+    if not tier.writable or due_bytes > tier.spec.queue_bytes_max:
         world.counters.demote_deferred += 1
 
 
@@ -78,9 +79,23 @@ def _takes(world: World, tier: Tier, block: Block) -> bool:
     return limit is None or world.pools[block.pool].spec.payload_bytes <= limit
 
 
-def owed_somewhere(world: World, key: BlockKey) -> bool:
+def owed_somewhere(world: World, block: Block) -> bool:
     """A demotion is due to a tier that can take it: evicting the block now would lose it for that tier."""
-    return any(tier.writable and key in tier.owed for tier in world.tiers)
+    return any(tier.writable and block.key in tier.owed for tier in world.tiers) or _due_at_eviction(world, block)
+
+
+def _due_at_eviction(world: World, block: Block) -> bool:
+    for tier in world.tiers:
+        if tier.spec.demote_rule == "on_evict" and tier.writable and block.key not in tier.parked:
+            cell = block.cells[tier.index]
+            if (cell is None or cell.state in OWABLE) and _takes(world, tier, block):
+                return True
+    return False
+
+
+def owes(world: World) -> bool:
+    """Some block may be due somewhere: what ``owed_somewhere`` says is worth asking."""
+    return any(tier.writable and (tier.owed or tier.spec.demote_rule == "on_evict") for tier in world.tiers)
 
 
 def disown(world: World, keys: Iterable[BlockKey]) -> None:

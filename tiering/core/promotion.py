@@ -174,7 +174,9 @@ def _free_for(world: World, pool: Pool, job: LoadJob, n: int) -> int:
             block = world.blocks.get(key)
             if block is None or key in head or block.state is not READY or block.pool != pool.index:
                 continue
-            if pool.loads[block.slot] or pool.demotes[block.slot] or demotion.owed_somewhere(world, key):
+            if pool.loads[block.slot] or pool.demotes[block.slot]:
+                continue
+            if block.copies == 1 and demotion.owed_somewhere(world, block):
                 continue
             stores.drop(world, pool, [key], leaves_only=pool.policy.leaf_first)
     return stores.make_free(world, pool, n, own=own, flow_through=False, spare_owed=False, floor=floor)

@@ -89,8 +89,8 @@ def make_room(world: World, tier: Tier, need_bytes: int = 0) -> None:
     if excess <= 0 or world.now_s < tier.deletes_after_s:
         return
     if need_bytes:
-        ahead = need_bytes * (min(len(tier.owed), tier.spec.batch_blocks_max) - 1)
-        excess += max(0, min(ahead, tier.room_bytes // EXTRA_SHARE))
+        more = min(len(tier.owed), tier.spec.batch_blocks_max) - 1
+        excess += need_bytes * min(more, tier.room_bytes // (EXTRA_SHARE * need_bytes))
     handles: list[bytes] = []
     while excess > 0 and tier.foreign:
         handle, size = tier.foreign.popitem(last=False)

@@ -50,7 +50,10 @@ def request_store(world: World, event: StoreRequested) -> StorePlan:
     touch(world, pool, keys)
     _offer_again(world, event, present)
     counters.present_blocks += bisect_left(present, stop)
-    retry = lacking > 0 and event.patient and _may_free(world, pool)
+    retry = False
+    if lacking and event.patient:
+        demotion.anticipate_evictions(world)
+        retry = _may_free(world, pool)
     if retry:
         world.retry_wanted = True
     else:
@@ -186,7 +189,7 @@ def make_free(
     have = len(pool.free) - floor
     if have >= n:
         return n
-    owing = [tier.owed for tier in world.tiers if tier.writable and tier.owed]
+    owing = demotion.owes(world)
     spared = _spared(world, pool, own, False, owing, also_spared)
     have += _evict(world, pool, n - have, spared)
     if have < n and flow_through:
@@ -195,7 +198,7 @@ def make_free(
     if have < n and world.tiers and pool.policy.leaf_first:
         have += _evict_backed(world, pool, n - have, spared)
     if have < n and owing and not spare_owed:
-        have += _evict(world, pool, n - have, _spared(world, pool, own, flow_through, (), also_spared))
+        have += _evict(world, pool, n - have, _spared(world, pool, own, flow_through, False, also_spared))
     return max(0, min(n, have))
 
 
@@ -204,7 +207,7 @@ def _spared(
     pool: Pool,
     own: Container[BlockKey],
     own_may_go: bool,
-    owing: Sequence[Container[BlockKey]],
+    spare_owed: bool,
     also_spared: Callable[[Block], bool] | None,
 ) -> Callable[[BlockKey], bool]:
     """Tells which blocks a pass of eviction leaves alone."""
@@ -220,7 +223,7 @@ def _spared(
         if also_spared is not None and also_spared(block):
             return True
         # Owed to a slow tier but held by another is not lost: the slow one must not keep the slot from the fast one.
-        return block.copies == 1 and any(key in owed for owed in owing) if owing else False
+        return spare_owed and block.copies == 1 and demotion.owed_somewhere(world, block)
 
     return spared
 

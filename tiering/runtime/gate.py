@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -16,9 +16,8 @@ from tiering.core import events as ev
 from tiering.core.commands import Command, FlushDone, JobDone, RestoreDue, SlotsFreed
 from tiering.core.lookup import LookupResult
 from tiering.core.machine import Reply, TieringCore
-from tiering.core.transitions import PrimaryState
-from tiering.errors import InvariantViolation
-from tiering.types import BlockKey, PrefixMatch
+from tiering.errors import InvariantViolation, ShapeError
+from tiering.types import KEY_BYTES_MAX, BlockKey, PrefixMatch
 
 log = logging.getLogger("tiering.gate")
 
@@ -28,6 +27,9 @@ Notification: TypeAlias = JobDone | FlushDone | RestoreDue | SlotsFreed
 _NOTIFICATIONS = (JobDone, FlushDone, RestoreDue, SlotsFreed)
 _MISS = LookupResult(PrefixMatch(0, 0, 0, {}))
 FUSED = "the cache is off after an internal contradiction; see the log"
+
+_REQUESTS = (ev.StoreRequested, ev.LoadRequested, ev.ProbeRequested, ev.HoldRequested, ev.RestoreRequested)
+"""Events that ask for something; the others report or give back."""
 
 
 class Gate:
@@ -53,6 +55,8 @@ class Gate:
         self._on_fuse = on_fuse
         self._dump = dump
         self._submit: Callable[[Sequence[Command]], None] | None = None
+        self.closed = ""
+        """Why nothing is granted any more; "" while the manager is open. Set once, by ``shut``."""
         self.fused = ""
         """Why the cache is off; "" while it is on. Set once, never cleared."""
 
@@ -60,56 +64,91 @@ class Gate:
         """Name the driver's intake: it keeps the order of calls and never blocks."""
         self._submit = submit
 
+    @property
+    def epoch(self) -> int:
+        """How many resets there were. What a plan granted before one is not granted after it."""
+        return self._core.world.epoch
+
     def handle(self, event: ev.Event) -> Reply:
         """Give the core one event. After an ``InvariantViolation`` (the fuse) plans are empty and nothing changes."""
-        return self._enter((event,))
+        reply = self._enter((event,))
+        # Whoever matches waits for fills to land, and a close for whatever is given back.
+        if isinstance(event, ev.StoreFinished) or self.closed:
+            self._progress()
+        return reply
 
     def post(self, *events: ev.Event) -> None:
         """What the driver has to report."""
         self._enter(events)
         self._progress()
 
+    def shut(self, why: str) -> None:
+        """From now on requests get empty plans that say ``why``; reports and what is given back still count."""
+        with self._lock:
+            self.closed = self.closed or why
+
+    def end_loads(self, now_s: float) -> None:
+        """Every load that waits ends with what it has."""
+        with self._lock:
+            jobs = [job.job for job in self._core.world.loads.values() if not job.done]
+        self._enter([ev.LoadOverdue(now_s, job) for job in jobs])
+
+    def end_flushes(self, now_s: float) -> None:
+        """Every flush that waits ends; what is unacknowledged counts as lost."""
+        with self._lock:
+            jobs = list(self._core.world.flushes)
+        self._enter([ev.FlushOverdue(now_s, job) for job in jobs])
+
     def _enter(self, events: Sequence[ev.Event]) -> Reply:
         reply: Reply = None
         notifications: list[Notification] = []
-        violation: InvariantViolation | None = None
+        broke: BaseException | None = None
         for event in events:
             with self._lock:
-                if self.fused:
-                    reply = _fused_reply(event)
+                if self.fused or (self.closed and isinstance(event, _REQUESTS)):
+                    reply = _refusal(event, FUSED if self.fused else self.closed)
                     continue
                 try:
                     reply, commands = self._core.handle(event)
-                except Exception as error:  # whatever broke in the core: the engine above must go on
-                    violation = _as_violation(error)
-                    self.fused = str(violation)
-                    reply = _fused_reply(event)
-                    continue
-                io = [c for c in commands if not isinstance(c, _NOTIFICATIONS)]
-                notifications += [c for c in commands if isinstance(c, _NOTIFICATIONS)]
-                if io and self._submit is not None:
-                    self._submit(io)
-        if violation is not None:
-            self._blow(violation)
+                    io = [c for c in commands if not isinstance(c, _NOTIFICATIONS)]
+                    notifications += [c for c in commands if isinstance(c, _NOTIFICATIONS)]
+                    if io and self._submit is not None:
+                        self._submit(io)
+                except BaseException as error:  # whatever broke in the core: half a step is not to be trusted
+                    broke = error
+                    self.fused = str(_as_violation(error))
+                    reply = _refusal(event, FUSED)
+        if broke is not None:
+            self._blow(broke)
         if notifications:
             self._notify(notifications)
+        if broke is not None and not isinstance(broke, Exception):
+            raise broke  # an interrupt of the caller's is still his
         return reply
 
-    def _blow(self, violation: InvariantViolation) -> None:
+    def _blow(self, broke: BaseException) -> None:
         """One log line with the journal; everybody who waits is let go."""
-        log.error("cache switched off: %s\njournal of recent events:\n%s", violation, self._dump())
+        try:
+            journal = self._dump()
+        except Exception as error:
+            journal = f"no journal: {error!r}"
+        log.error("cache switched off: %s\njournal of recent events:\n%s", self.fused, journal, exc_info=broke)
         self._on_fuse()
         self._progress()
 
     def lookup(self, pool: int, keys: Sequence[BlockKey], now_s: float) -> LookupResult:
-        """The leading run that some tier has. Takes the lock once for each ``KEYS_PER_HOLD_MAX`` keys."""
+        """The leading run that some tier has. Takes the lock once for each ``KEYS_PER_HOLD_MAX`` keys.
+
+        Raises ``ShapeError`` if a key is none.
+        """
         if len(keys) <= KEYS_PER_HOLD_MAX:
             return self._lookup(pool, keys, now_s)
+        spec = self._core.world.pools[pool].spec
         total = _MISS
         for start in range(0, len(keys), KEYS_PER_HOLD_MAX):
             part = keys[start : start + KEYS_PER_HOLD_MAX]
             result = self._lookup(pool, part, now_s)
-            total = _joined(total, result)
+            total = _joined(total, result, spec.slots - spec.reserve_slots)
             if result.match.blocks < len(part):
                 break
         return total
@@ -120,16 +159,36 @@ class Gate:
                 return _MISS
             try:
                 return self._core.lookup(pool, keys, now_s)
+            except TypeError as error:
+                check_keys(keys, "keys")  # a lookup changes nothing: a caller's mistake is his alone
+                broke: Exception = error
             except Exception as error:
-                violation = _as_violation(error)
-                self.fused = str(violation)
-        self._blow(violation)
+                broke = error
+            self.fused = str(_as_violation(broke))
+        self._blow(broke)
         return _MISS
 
     def job_slots(self, job: int) -> tuple[int, ...]:
-        """The slots leased to a load job that is done; empty after the fuse."""
+        """The slots leased to a load job that is done; empty if it is not, after its release, and after the fuse."""
         with self._lock:
-            return () if self.fused else self._core.job_slots(job)
+            return self._slots_of(job) or ()
+
+    def ended(self, jobs: Iterable[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Those of the load jobs that are done, and the slots leased to them."""
+        with self._lock:
+            found = [(job, self._slots_of(job)) for job in jobs]
+        return [(job, slots) for job, slots in found if slots is not None]
+
+    def _slots_of(self, number: int) -> tuple[int, ...] | None:
+        job = self._core.world.loads.get(number)
+        if self.fused or job is None:
+            return ()
+        return tuple(job.slots) if job.done else None
+
+    def busy_slots(self) -> int:
+        """Slots that somebody fills or reads."""
+        with self._lock:
+            return sum(pool.busy for pool in self._core.world.pools)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges of one moment, as plain values."""
@@ -141,8 +200,8 @@ class Gate:
                     "free_slots": len(pool.free),
                     "busy_slots": pool.busy,
                     "reserve_slots": pool.spec.reserve_slots,
-                    "ready_blocks": sum(b is not None and b.state is PrimaryState.READY for b in pool.owner),
-                    "leases": sum(pool.loads),
+                    "ready_blocks": len(pool.policy),
+                    "leases": sum(len(j.slots) - j.pending for j in world.loads.values() if j.pool == pool.index),
                     "payload_bytes": pool.spec.payload_bytes,
                 }
                 for pool in world.pools
@@ -171,17 +230,23 @@ class Gate:
             }
 
 
-def _as_violation(error: Exception) -> InvariantViolation:
+def check_keys(keys: Iterable[object], name: str) -> None:
+    """Raises ``ShapeError`` that names the first of ``keys`` that is no block key."""
+    for index, key in enumerate(keys):
+        if type(key) is not bytes or not 0 < len(key) <= KEY_BYTES_MAX:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise ShapeError(f"{name}[{index}]: a block key is 1 to {KEY_BYTES_MAX} bytes; got {what}")
+
+
+def _as_violation(error: BaseException) -> InvariantViolation:
     if isinstance(error, InvariantViolation):
         return error
-    violation = InvariantViolation(f"unexpected {type(error).__name__} in the core: {error}")
-    violation.__cause__ = error
-    return violation
+    return InvariantViolation(f"unexpected {type(error).__name__} in the core: {error}")
 
 
-def _fused_reply(event: ev.Event) -> Reply:
+def _refusal(event: ev.Event, why: str) -> Reply:
     if isinstance(event, ev.StoreRequested | ev.RestoreRequested):
-        return ev.StorePlan(0, (), (), 0, FUSED)
+        return ev.StorePlan(0, (), (), 0, why)
     if isinstance(event, ev.LoadRequested):
         return ev.LoadPlan(0, True, ())
     if isinstance(event, ev.FlushRequested | ev.HoldRequested):
@@ -189,15 +254,17 @@ def _fused_reply(event: ev.Event) -> Reply:
     return None
 
 
-def _joined(head: LookupResult, tail: LookupResult) -> LookupResult:
+def _joined(head: LookupResult, tail: LookupResult, room_blocks: int) -> LookupResult:
+    """Two runs as one. Each alone may fit where both do not: ``room_blocks`` is what the pool can hold of any run."""
     by_tier = dict(head.match.by_tier)
     for name, blocks in tail.match.by_tier.items():
         by_tier[name] = by_tier.get(name, 0) + blocks
     whole = head.match.loadable_blocks == head.match.blocks
+    loadable = head.match.loadable_blocks + (tail.match.loadable_blocks if whole else 0)
     match = PrefixMatch(
         head.match.blocks + tail.match.blocks,
         head.match.tokens + tail.match.tokens,
-        head.match.loadable_blocks + (tail.match.loadable_blocks if whole else 0),
+        min(loadable, max(room_blocks, by_tier.get("primary", 0))),
         by_tier,
     )
     return LookupResult(match, head.undecided + tail.undecided, head.pending or tail.pending)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 from backends.nvme.backend import NvmeBackend
 from tests.backends.nvme import rig
@@ -12,17 +11,11 @@ from tiering.testing import BackendTests
 
 class TestNvme(BackendTests):
     corrupt_supported = True
-    fields: ClassVar[dict[str, object]] = {}
 
     def make_backend(self, tmp_path: Path) -> Backend:
-        return NvmeBackend(rig.config(tmp_path, capacity="128MiB", **self.fields))
+        return NvmeBackend(rig.config(tmp_path, capacity="128MiB"))
 
     def corrupt(self, tmp_path: Path, key: bytes, edit: Callable[[bytes], bytes]) -> bool:
         slot = rig.slot_of(tmp_path / "default", key)
         slot.write(edit(slot.read()))
         return True
-
-
-class TestNvmeThroughThePageCache(TestNvme):
-    fields: ClassVar[dict[str, object]] = {"o_direct": False, "sync": "batch", "threads": 1}
-    payload_sizes = (4096, 4097)

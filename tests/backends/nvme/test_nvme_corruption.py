@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from backends.nvme.backend import NvmeBackend
 from tests.backends.nvme import rig
-from tests.backends.nvme.rig import CORRUPT, MISSING, OK, Found, disk_bytes, key_of, stored_bytes
-from tiering.errors import ConfigError
+from tests.backends.nvme.rig import CORRUPT, FAILED, MISSING, OK, Found, disk_bytes, key_of, stored_bytes
+from tiering.api import BackendError, ConfigError
 
 PLACES = {
     "first byte of the header": 0,
@@ -63,7 +64,7 @@ async def test_a_block_of_another_size_is_corrupt(tmp_path: Path) -> None:
         assert await rig.store(backend, [key], rig.MIB) == [OK]
         assert await rig.load(backend, [key], rig.MIB) == [OK]
         assert (await backend.usage()).live_bytes == stored_bytes(rig.MIB)
-        assert rig.codes(await backend.load([(key, rig.buffer(3 * rig.MIB))])) == [rig.FAILED]
+        assert rig.codes(await backend.load([(key, rig.buffer(3 * rig.MIB))])) == [FAILED]
         assert await rig.load(backend, [key], rig.MIB) == [OK]
 
 
@@ -105,9 +106,26 @@ async def test_vanished_file_is_noticed_by_a_store(tmp_path: Path) -> None:
         await rig.store(backend, keys[:2], SIZE)
         rig.slot_of(backend.root, keys[0]).file.unlink()
         first = await backend.store([(key, rig.filled(key, SIZE)) for key in keys[2:4]])
-        assert [(outcome.code, outcome.retryable) for outcome in first] == [(rig.FAILED, True)] * 2
+        assert [(outcome.code, outcome.retryable) for outcome in first] == [(FAILED, True)] * 2
         assert await rig.store(backend, keys[2:], SIZE) == [OK] * 6
         assert await rig.load(backend, keys, SIZE) == [MISSING] * 2 + [OK] * 6
+
+
+async def test_vanished_directory(tmp_path: Path) -> None:
+    """row 21: somebody removes it all under the open backend. Misses and failures, in words; a restart begins anew."""
+    keys = [key_of(n) for n in range(3)]
+    async with rig.opened(tmp_path) as backend:
+        await rig.store(backend, keys)
+        shutil.rmtree(backend.root)
+        assert await rig.load(backend, keys) == [MISSING] * 3
+        outcomes = await backend.store([(key, rig.filled(key, 4097)) for key in keys])
+        assert rig.codes(outcomes) == [FAILED] * 3
+        assert "No such file or directory" in outcomes[0].why
+        with pytest.raises(BackendError, match=r"nvme.usage: .*No such file"):
+            await backend.usage()
+        assert rig.codes(await backend.delete(keys)) == [MISSING] * 3
+    async with rig.opened(tmp_path) as backend:
+        assert await rig.store(backend, keys) == [OK] * 3
 
 
 async def test_vanished_file_between_two_runs(tmp_path: Path) -> None:

@@ -27,12 +27,16 @@ class NvmeMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.path = Path(tempfile.mkdtemp(prefix="nvme-machine-"))
         self.capacity = 4 * MIB
+        self.o_direct = True
+        self.recover = "quiet"
         self.model: dict[tuple[int, int], None] = {}
         self.open(0)
 
     def open(self, epoch: int) -> None:
         self.epoch = epoch
-        self.backend = NvmeBackend(rig.config(self.path, capacity=self.capacity, threads=2))
+        self.backend = NvmeBackend(
+            rig.config(self.path, capacity=self.capacity, threads=2, o_direct=self.o_direct, recover=self.recover)
+        )
         self.spoken = rig.namespace(*SIZES, epoch=str(epoch))
         self.runner.run(self.backend.open(self.spoken))
 
@@ -82,17 +86,18 @@ class NvmeMachine(RuleBasedStateMachine):
     def evict_as_listed(self, count: int) -> None:
         listed = self.runner.run(rig.scanned(self.backend))
         self.runner.run(self.backend.delete([entry.handle for entry in listed[:count]]))
-        order = [
-            *(one for one in self.model if one[0] != self.epoch),
-            *(one for one in self.model if one[0] == self.epoch),
-        ]
-        for one in order[:count]:
-            del self.model[one]
+        for entry in listed[:count]:
+            del self.model[self.named(entry.handle)]
 
-    @rule(epoch=st.integers(0, 2), mib=st.sampled_from([2, 3, 4, 6]), recover=st.sampled_from(["quiet", "strict"]))
-    def restart(self, epoch: int, mib: int, recover: str) -> None:
+    @rule(
+        epoch=st.integers(0, 2),
+        mib=st.sampled_from([2, 3, 4, 6]),
+        recover=st.sampled_from(["quiet", "strict"]),
+        o_direct=st.booleans(),
+    )
+    def restart(self, epoch: int, mib: int, recover: str, o_direct: bool) -> None:
         self.runner.run(self.backend.aclose(10))
-        self.capacity = mib * MIB
+        self.capacity, self.o_direct, self.recover = mib * MIB, o_direct, recover
         self.open(epoch)
         listed = self.runner.run(rig.scanned(self.backend))
         for entry in listed:
@@ -145,7 +150,7 @@ def test_random_histories_agree_with_a_dict() -> None:
     run_state_machine_as_test(
         NvmeMachine,
         settings=settings(
-            max_examples=20,
+            max_examples=15,
             stateful_step_count=15,
             deadline=None,
             derandomize=True,

@@ -139,17 +139,19 @@ async def test_damaged_journal_record_costs_itself_alone(tmp_path: Path) -> None
             await rig.store(backend, [key])
     journal = tmp_path / "t" / "default" / "journal.1"
     good = journal.read_bytes()
-    for number in range(2, len(good) // RECORD_BYTES):  # behind the file's first record and the namespace's
+    for number in range(len(good) // RECORD_BYTES):
         at = number * RECORD_BYTES + 30
         journal.write_bytes(good[:at] + bytes((good[at] ^ 4,)) + good[at + 1 :])
-        with pytest.raises(ConfigError, match=r"recover: strict: .*default.*1 index records.*recover: quiet"):
+        with pytest.raises(ConfigError, match=r"recover: strict: .*default.*; use `recover: quiet`"):
             await NvmeBackend(rig.config(tmp_path / "t", recover="strict")).open(rig.namespace())
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(tmp_path / "t", copy)
         async with rig.opened(copy) as backend:
-            assert backend.counters()["torn_records"] == 1
-            expected = [MISSING if n == number - 2 else OK for n in range(4)]
-            assert await rig.load(backend, keys) == expected
+            if number < 2:  # the file's first record and the namespace's: nothing else means anything without them
+                assert backend.counters()["header_scans"] == 1
+            else:
+                assert backend.counters()["torn_records"] == 1
+            assert await rig.load(backend, keys) == [MISSING if n == number - 2 else OK for n in range(4)]
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,133 @@
+"""What must hold at rest, once faults are off. Each check names the fault in this field that it is about."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from tiering.core.demotion import NO_ROOM
+from tiering.core.state import Pool
+from tiering.core.transitions import CellState, PrimaryState
+from tiering.testing.simulation import callers
+from tiering.testing.simulation.medium import OUT_OF_MEMORY
+from tiering.testing.simulation.process import Process
+from tiering.testing.simulation.watch import fail
+from tiering.types import BlockKey, PrefixMatch, TierState
+
+T = TypeVar("T")
+
+
+class Do(Protocol):
+    """Runs one caller alone, and all that follows from it."""
+
+    def __call__(self, steps: callers.Steps[T], /) -> T: ...
+
+
+def tiers_are_back(process: Process) -> None:
+    """Row 9: a tier that works again is used again."""
+    for lane in process.lanes:
+        if lane.state is not TierState.UP:
+            fail(f"tier {lane.name} works, and is {lane.state.value}")
+
+
+def drained(process: Process) -> None:
+    """Rows 8, 18 and 25: nothing is leased, lent, in flight or waited for."""
+    world = process.core.world
+    left = {
+        "operations": world.ops,
+        "store jobs": world.stores,
+        "load jobs": world.loads,
+        "waiting loads": world.waiting,
+        "starved loads": world.starved,
+        "flushes": world.flushes,
+        "holds": world.holds,
+        "held keys": world.holders,
+        "foreign blocks leaving": world.foreign_leaving,
+        "slots in use": process.arena.in_use(),
+    }
+    for what, things in left.items():
+        if things:
+            fail(f"at rest there are still {what}: {things}")
+    for pool in world.pools:
+        held = sum(block is not None for block in pool.owner)
+        if pool.busy or len(pool.free) + held != pool.spec.slots:
+            fail(f"pool {pool.index}: {pool.busy} slots busy, {len(pool.free)} free and {held} held of {pool.spec.slots}")
+    for tier in world.tiers:
+        if tier.lent_bytes or tier.asking or tier.deleting_bytes:
+            fail(f"tier {tier.spec.name}: {tier.lent_bytes} bytes lent, {tier.asking} keys asked, {tier.deleting_bytes} bytes leaving")
+        if tier.owed:
+            fail(f"tier {tier.spec.name}: {len(tier.owed)} blocks are owed, and nothing is under way")
+        if tier.room_bytes is not None and tier.used_bytes > tier.room_bytes:
+            fail(f"tier {tier.spec.name}: {tier.used_bytes} bytes used of {tier.room_bytes}")
+
+
+def flushed(process: Process, lost: Mapping[str, int]) -> None:
+    """Rows 5 and 6: after a flush each tier has what it should have, unless there is no room for it."""
+    drained(process)
+    for lane, tier in zip(process.lanes, process.core.world.tiers, strict=True):
+        why = set(tier.parked.values()) - {NO_ROOM, OUT_OF_MEMORY}
+        if why:
+            fail(f"tier {lane.name}: blocks stay owed after a flush, though nothing fails: {why}")
+        if lost.get(lane.name) and tier.room_bytes is None and not tier.parked:
+            fail(f"tier {lane.name}: the flush lost {lost[lane.name]} blocks, though nothing fails and there is room")
+
+
+def stuck(pool: Pool) -> int:
+    """Idle blocks that no eviction may take: the policy keeps what has a child in some tier, if it is the last copy."""
+    if not pool.policy.leaf_first:
+        return 0
+    return sum(block is not None and block.copies == 1 and block.children > 0 for block in pool.owner)
+
+
+def read_back(keys: Sequence[BlockKey], match: PrefixMatch | None, n: int, reads: int, failed: int) -> None:
+    """Rows 1 and 7: what is said to be loadable is loaded, with no more reads than blocks.
+
+    ``match`` is None where what was said need not come true: the core forgets verdicts for want of room, or blocks are
+    ``stuck`` in the slots that were counted on.
+    """
+    if reads > len(keys) + failed:
+        fail(f"{reads} reads for a path of {len(keys)} blocks, {failed} of them failed")
+    if match is not None and not failed and n != match.loadable_blocks:
+        fail(f"{match.loadable_blocks} blocks of {len(keys)} are said to be loadable ({match}), and {n} were loaded")
+
+
+def takes_new_blocks(process: Process, do: Do) -> None:
+    """Rows 2, 3 and 29: at rest the whole primary tier is room for a new prefix."""
+    for pool in process.core.world.pools:
+        keys = [hashlib.blake2b(bytes([pool.index, n]), digest_size=6).digest() for n in range(pool.spec.slots)]
+        before = stuck(pool)
+        deadline_s = process.agenda.now_s + 60
+        done = do(callers.store(process, pool.index, keys, None, deadline_s, patient=True))
+        if done < len(keys) - before:
+            fail(f"pool {pool.index}: of a new prefix of {len(keys)} blocks {done} were stored, in {pool.spec.slots} idle slots")
+    drained(process)
+
+
+def books_are_right(process: Process, *, exact: bool) -> None:
+    """Row 35: what is accounted is there; to the byte, if nothing was ever lost behind the core's back."""
+    if not exact:
+        return
+    for lane, tier in zip(process.lanes, process.core.world.tiers, strict=True):
+        occupied = lane.medium.occupied_bytes()
+        if tier.room_bytes is not None and tier.used_bytes != occupied:
+            fail(f"tier {lane.name}: {tier.used_bytes} bytes are accounted, {occupied} are there")
+
+
+def found_again(process: Process) -> None:
+    """Row 19: after a restart a tier that can be scanned has all that it had, at the right size."""
+    world = process.core.world
+    for lane, tier in zip(process.lanes, world.tiers, strict=True):
+        if not (tier.spec.capabilities.can_scan and tier.spec.capabilities.exclusive):
+            continue
+        known = {
+            key for key, block in world.blocks.items()
+            if (cell := block.cells[tier.index]) is not None and cell.state is CellState.PRESENT
+        }  # fmt: skip
+        there = {key for epoch, key in lane.medium.kept if epoch == process.epoch}
+        if known != there:
+            fail(f"tier {lane.name}: after a restart {len(known)} blocks are known, {len(there)} are there")
+        if tier.used_bytes != lane.medium.occupied_bytes():
+            fail(f"tier {lane.name}: after a restart {tier.used_bytes} bytes are accounted, {lane.medium.occupied_bytes()} are there")
+    if any(block.state is not PrimaryState.ABSENT for block in world.blocks.values()):
+        fail("after a restart the primary tier is not empty")
