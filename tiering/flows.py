@@ -25,6 +25,8 @@ from tiering.types import BlockKey, FlushReport, Outcome, PrefixMatch
 Rows = npt.NDArray[np.uint8]
 
 RESET = Outcome.refused("the weights changed (reset) while the call was under way")
+NO_EPOCH = -1
+"""The epoch of a call that is to get and store nothing."""
 LAST_WORDS_S = 1.0
 """What calls under way get to end in after the tiers are closed, if that took all the time there was."""
 
@@ -49,6 +51,8 @@ async def store_run(
     outcomes: list[Outcome] = []
     stored = 0
     while len(outcomes) < len(keys):
+        if parts.gate.epoch != epoch:
+            return [RESET] * len(keys), 0
         start = len(outcomes)
         chunk = keys[start : start + KEYS_PER_HOLD_MAX]
         seen = parts.freed.beats
@@ -60,14 +64,12 @@ async def store_run(
             for grant, outcome in zip(plan.grants, await _fill(parts, pool, plan, rows[start:], epoch), strict=True):
                 part[grant.index] = outcome
                 stored += outcome.ok
-        if parts.gate.epoch != epoch:
-            return [RESET] * len(keys), 0
         outcomes += part
         if plan.stop == len(chunk):
             continue
         if not plan.retry or not await parts.freed.beyond(seen, parts.clock, deadline_s):
             outcomes += [Outcome.refused(plan.refused)] * (len(keys) - len(outcomes))
-    return outcomes, stored
+    return (outcomes, stored) if parts.gate.epoch == epoch else ([RESET] * len(keys), 0)
 
 
 async def _fill(parts: Parts, pool: int, plan: ev.StorePlan, rows: Rows, epoch: int) -> tuple[Outcome, ...]:
@@ -125,12 +127,16 @@ async def leased_run(
     """The slots of the longest leading run that can be had, leased for the block's length.
 
     On cancellation reads that are still queued are dropped; slots whose bytes are in motion stay taken until these landed.
+    They are of ``epoch``, or none.
     """
-    await match_run(parts, pool, keys, deadline_s)
     jobs: list[int] = []
     slots: tuple[int, ...] = ()
+    if parts.gate.epoch == epoch:
+        await match_run(parts, pool, keys, deadline_s)
     try:
         for start in range(0, len(keys), KEYS_PER_HOLD_MAX):
+            if parts.gate.epoch != epoch:
+                break
             chunk = keys[start : start + KEYS_PER_HOLD_MAX]
             with parts.loads.asking():
                 plan = parts.gate.handle(ev.LoadRequested(parts.clock.now(), pool, chunk))
@@ -140,12 +146,9 @@ async def leased_run(
                 ended = None if plan.done else parts.loads.expect(plan.job)
             part = plan.slots if ended is None else await _end_of(parts, plan.job, ended, deadline_s)
             slots += part
-            if parts.gate.epoch != epoch:
-                slots = ()
-                break
             if len(part) < len(chunk):
                 break
-        yield slots
+        yield slots if parts.gate.epoch == epoch else ()
     finally:
         for job in jobs:
             parts.gate.handle(ev.Released(parts.clock.now(), job))
@@ -191,7 +194,7 @@ async def held_run(parts: Parts, pool: int, keys: tuple[BlockKey, ...], rows: Ro
 
     An error of the copying is raised at the block's end; if the block raised itself it is noted there.
     """
-    if not parts.config.restore.enabled:
+    if not parts.config.restore.enabled or parts.gate.epoch != epoch:
         yield
         return
     hold = parts.gate.handle(ev.HoldRequested(parts.clock.now(), pool, keys))
@@ -278,7 +281,7 @@ async def wind_down(parts: Parts, deadline_s: float, flush_s: float) -> list[str
     hung = await parts.driver.aclose(deadline_s)
     gate.end_flushes(clock.now())
     await parts.calls.zero(clock, max(until_s, clock.now() + LAST_WORDS_S))
-    while gate.busy_slots():
+    while gate.busy_slots() and not gate.fused:  # after the fuse nothing is accounted any more
         seen = parts.progress.beats
         if gate.busy_slots() and not await parts.progress.beyond(seen, clock, until_s):
             break

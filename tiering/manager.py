@@ -67,7 +67,10 @@ class TieringOffloadingManager:
         """Guards the step from one stage to the next: not open, open (``_parts``), closing (``_closing``)."""
         self._parts: Parts | None = None
         self._closing: concurrent.futures.Future[list[str]] | None = None
+        self._closer: threading.Thread | None = None
         self._metrics: MetricsServer | None = None
+        self._resets = 0
+        """Resets under way."""
         self._sync = SyncFace(self)
 
     @classmethod
@@ -157,15 +160,15 @@ class TieringOffloadingManager:
         """
         closing = self.begin_close(deadline_s=deadline_s, flush=flush)
         cancelled: asyncio.CancelledError | None = None
-        while True:
+        while not closing.done():
             try:
-                hung = await outcome_of(closing)
-                break
+                await outcome_of(closing)
             except asyncio.CancelledError as error:
                 cancelled = error
+        self.end_close()
         if cancelled is not None:
             raise cancelled
-        return hung
+        return closing.result()
 
     def begin_close(
         self, *, deadline_s: float = CLOSE_DEADLINE_S, flush: bool = True
@@ -178,8 +181,14 @@ class TieringOffloadingManager:
                     self._closing.set_result([])
                 else:
                     args = (self._closing, self._parts, deadline_s, flush)
-                    threading.Thread(target=self._close, args=args, name="kvtiering-close").start()
+                    self._closer = threading.Thread(target=self._close, args=args, name="kvtiering-close")
+                    self._closer.start()
             return self._closing
+
+    def end_close(self) -> None:
+        """After ``begin_close``: block until nothing of the manager is left, not even the thread that closes it."""
+        if self._closer is not None:
+            self._closer.join()
 
     def _close(
         self, closing: concurrent.futures.Future[list[str]], parts: Parts, deadline_s: float, flush: bool
@@ -243,7 +252,7 @@ class TieringOffloadingManager:
         ``ShapeError`` before anything is copied.
         """
         with self._call() as parts:
-            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
+            until_s, epoch = self._clock.now() + deadline_s, self._turn(parts)
             runs = self._runs(keys, source, "source", writable=False)
             parents = parent if isinstance(parent, Mapping) else dict.fromkeys((group for group, _, _ in runs), parent)
             check_keys((before for before in parents.values() if before is not None), "parent")
@@ -282,7 +291,7 @@ class TieringOffloadingManager:
         groups have. Cancellation drops queued reads.
         """
         with self._call() as parts:
-            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
+            until_s, epoch = self._clock.now() + deadline_s, self._turn(parts)
             loaded = {
                 group: await flows.load_run(parts, group, run, rows, until_s, epoch)
                 for group, run, rows in self._runs(keys, out, "out", writable=True)
@@ -292,7 +301,7 @@ class TieringOffloadingManager:
     async def prefetch(self, keys: Keys | KeysByGroup, *, deadline_s: float = LOAD_DEADLINE_S) -> int:
         """Promote the leading run into the primary tier, as far as it fits, and take nothing out; blocks now there."""
         with self._call() as parts:
-            until_s, epoch = self._clock.now() + deadline_s, parts.gate.epoch
+            until_s, epoch = self._clock.now() + deadline_s, self._turn(parts)
             total = 0
             for group, run in self._key_runs(keys):
                 async with flows.leased_run(parts, group, run, until_s, epoch) as slots:
@@ -308,7 +317,7 @@ class TieringOffloadingManager:
         be reused once the block has ended.
         """
         parts = self.parts
-        epoch = parts.gate.epoch
+        epoch = self._turn(parts)
         async with contextlib.AsyncExitStack() as stack:
             for group, run, rows in self._runs(keys, source, "source", writable=False):
                 for start in range(0, len(run), KEYS_PER_HOLD_MAX):
@@ -326,10 +335,11 @@ class TieringOffloadingManager:
     async def reset(self, epoch: str, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """The weights changed: from now on every tier misses, until blocks of ``epoch`` are stored (or were, earlier).
 
-        Loads under way end as misses, or have returned before this does; stores under way are refused. Bounded: a tier
-        that hangs for ``deadline_s`` is given up. Cancelled, it is carried out all the same, in the background.
+        Loads under way end as misses, or have returned before this does; stores under way are refused. So are calls
+        that begin before it returns. Bounded: a tier that hangs for ``deadline_s`` is given up. Cancelled, it takes
+        effect at once all the same, and the tiers follow in the background.
         """
-        with self._call() as parts:
+        with self._call() as parts, self._resetting():
             until_s = self._clock.now() + deadline_s
             switched = False
 
@@ -343,16 +353,24 @@ class TieringOffloadingManager:
             failures: Mapping[str, Exception | None] = {}
             try:
                 failures = await self._on_io(parts, reopening, deadline_s + ANSWER_MARGIN_S)
-            except TieringError:
-                # Whatever became of the tiers, the primary one must forget the old weights.
+            except BaseException as error:
+                # Whatever becomes of the tiers, the primary one must forget the old weights.
                 if not switched:
                     switch()
-                if self._closing is not None or parts.io.alive:
+                if not isinstance(error, TieringError) or self._closing is not None or parts.io.alive:
                     raise
             if not await parts.reads.zero(self._clock, until_s):
                 raise TieringError(f"a load still copied blocks of the old weights after {deadline_s:g} s")
             _raise_config_error(failures)
             await flows.trim(parts, until_s)
+
+    @contextlib.contextmanager
+    def _resetting(self) -> Iterator[None]:
+        self._resets += 1
+        try:
+            yield
+        finally:
+            self._resets -= 1
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as plain values: the numbers that the metrics page shows."""
@@ -363,6 +381,10 @@ class TieringOffloadingManager:
         with self._call() as parts:
             limit_s = sum(tier.deadline_s for tier in self._config.tiers) + ANSWER_MARGIN_S
             return await self._on_io(parts, parts.driver.usage(), limit_s)
+
+    def _turn(self, parts: Parts) -> int:
+        """The gate's epoch for a call that begins now. During a reset nobody can tell whose bytes a call is about: none."""
+        return flows.NO_EPOCH if self._resets else parts.gate.epoch
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,9 @@ class SyncFace:
 
     def close(self) -> list[str]:
         """Close the manager; blocks. Names of tiers given up as hung. Idempotent, also together with ``aclose``."""
-        return self._manager.begin_close().result()
+        closing = self._manager.begin_close()
+        self._manager.end_close()
+        return closing.result()
 
     def lookup(self, keys: Sequence[BlockKey], *, group: int = 0) -> PrefixMatch | None:
         """The longest run that some tier has; None: a tier has been asked, ask again. Takes no slot, loads nothing."""

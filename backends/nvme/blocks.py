@@ -323,7 +323,7 @@ class Blocks:
 
     async def _log(self, written: Sequence[Move]) -> OSError | None:
         records = [self.index.put_record(move.key, move.entry) for move in written]
-        return await self.journal.append(records + self._touch_records())
+        return await self.journal.append(self._touch_records() + records)
 
     def _doom(self, handle: bytes, entry: Entry) -> None:
         """Take the block out of the index now; ``_bury`` does the rest."""

@@ -215,15 +215,15 @@ class SegmentTable:
             return SlotRange(segment, start, _run_length(segment.state, start, HOLE, count))
         return None
 
-    def empty_segments(self) -> list[Segment]:
-        """Segments without a busy slot."""
-        return [segment for segment in self.by_number.values() if not segment.busy]
+    def segments_with_free(self) -> list[Segment]:
+        """Of all sizes."""
+        return [segment for of_size in self._classes.values() for segment in of_size.with_free.values()]
 
     def free_ranges(self, wanted_bytes: int) -> list[SlotRange]:
-        """FREE slots of about ``wanted_bytes``, from the last segments first."""
+        """FREE slots of about ``wanted_bytes``, of whatever size; fewer if there are fewer."""
         found: list[SlotRange] = []
-        for segment in sorted(self.by_number.values(), key=lambda one: -one.number):
-            start = segment.state.find(FREE) if segment.free else -1
+        for segment in self.segments_with_free():
+            start = segment.state.find(FREE)
             while start >= 0 and wanted_bytes > 0:
                 count = _run_length(segment.state, start, FREE, -(-wanted_bytes // segment.slot_bytes))
                 found.append(SlotRange(segment, start, count))

@@ -105,11 +105,6 @@ class Space:
             if self.table.room_bytes < 0:
                 await self._reclaim(-self.table.room_bytes)
 
-    async def give_back_empty_files(self) -> None:
-        """Unlink every segment without a busy slot. Raises ``OSError``."""
-        async with self._changing:
-            await self._unlink(self.table.empty_segments())
-
     async def _grow(self, slot_bytes: int, missing: int) -> Outcome:
         """Turn holes into free slots: at least one, or say why not. Raises ``OSError``."""
         if self.table.room_bytes < missing * slot_bytes:
@@ -143,7 +138,7 @@ class Space:
     async def _holes_of_new_segment(self, slot_bytes: int, count: int) -> SlotRange | None:
         segment = self.table.new_segment(slot_bytes)
         if segment is None:
-            await self._unlink(self.table.empty_segments())
+            await self._unlink([segment for segment in self.table if not segment.busy])
             segment = self.table.new_segment(slot_bytes)
             if segment is None:
                 return None
@@ -170,10 +165,10 @@ class Space:
         """Give back free slots of about ``wanted_bytes``, whole files first. Raises ``OSError``."""
         before = self.table.claimed_bytes
         empty: list[Segment] = []
-        for segment in self.table.empty_segments():
+        for segment in self.table.segments_with_free():
             if sum(one.free * one.slot_bytes for one in empty) >= wanted_bytes:
                 break
-            if segment.free:
+            if not segment.busy:
                 empty.append(segment)
         await self._unlink(empty)
         ranges = self.table.free_ranges(wanted_bytes - (before - self.table.claimed_bytes))

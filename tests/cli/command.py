@@ -35,7 +35,7 @@ def run(*words: str | Path, cwd: Path, program: tuple[str, ...] = (COMMAND,), **
     done = subprocess.run(
         [*program, *map(str, words)],
         cwd=cwd,
-        env={**os.environ, "PYTHONWARNINGS": "error", "COLUMNS": "200", **variables},
+        env={**os.environ, "PYTHONWARNINGS": "error", **variables},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -79,7 +79,7 @@ def nvme(path: Path, capacity: str = "64MiB", **fields: Any) -> dict[str, Any]:
     return {"type": "nvme", "path": str(path), "capacity": capacity, **fields}
 
 
-PLUGIN = '''
+PLUGIN = """
 import asyncio, time
 from typing import ClassVar, Literal
 from backends.memory import MemoryBackend, MemoryConfig
@@ -113,7 +113,7 @@ class OddBackend(MemoryBackend):
         if self.config.how == "load lies":
             items[-1][1][:1] = bytes([items[-1][1][0] ^ 1])
         return outcomes
-'''
+"""
 
 
 def install_plugin(site: Path) -> Path:

@@ -10,9 +10,8 @@ from tiering.cli.main import main
 
 
 @pytest.fixture
-def tiering(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+def tiering(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """The same command within this process, which spares the start of another one."""
-    monkeypatch.setenv("COLUMNS", "200")
 
     def call(*words: str | Path) -> Done:
         capfd.readouterr()

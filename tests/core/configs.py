@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from tests.core.explore import Config, Events, tier_changes
-from tests.core.worlds import CORRUPT, FAILED, MISSING, OK, STORED_BYTES, chain, exclusive, shared, spec_of
+from tests.core.worlds import (
+    CANCELLED,
+    CORRUPT,
+    FAILED,
+    MISSING,
+    OK,
+    REFUSED,
+    STORED_BYTES,
+    chain,
+    exclusive,
+    shared,
+    spec_of,
+)
 from tiering.core import events as ev
 from tiering.core.state import World
 from tiering.types import ScanEntry, TierState
@@ -18,11 +30,11 @@ def _up(*names: str) -> tuple[ev.Event, ...]:
     return tuple(ev.TierChanged(0.0, name, UP) for name in names)
 
 
-def _scanned(*keys: bytes, foreign: int = 0) -> ev.Event:
+def _scanned(*keys: bytes, foreign: int = 0, tier: str = "nvme") -> ev.Event:
     entries = [ScanEntry(b"f" * (40 + n), STORED_BYTES, foreign=True) for n in range(foreign)]
     parents = (None, *keys)
     entries += [ScanEntry(key, STORED_BYTES, parent) for key, parent in zip(keys, parents, strict=False)]
-    return ev.TierScanned(0.0, "nvme", tuple(entries))
+    return ev.TierScanned(0.0, tier, tuple(entries))
 
 
 def _store(world: World, *runs: tuple[tuple[bytes, ...], bytes | None, bool], jobs_max: int = 1) -> Events:
@@ -129,7 +141,11 @@ CONFIGS = (
     Config("demote into a tier of one block", spec_of(2, exclusive(room=1, batch=1)), _demoting, _up("nvme")),
     Config("flow through", spec_of(2, exclusive(room=2, batch=2)), _flowing, _up("nvme"), ticks=False),
     Config(
-        "join, abort and time out", spec_of(2, exclusive(room=4, batch=2)), _joining, (_scanned(A, B), *_up("nvme"))
+        "join, abort and time out",
+        spec_of(2, exclusive(room=4, batch=2)),
+        _joining,
+        (_scanned(A, B), *_up("nvme")),
+        answers={"promote": (OK, CORRUPT, CANCELLED)},
     ),
     Config("ask a shared tier", spec_of(1, shared()), _asking, _up("redis")),
     Config(
@@ -145,7 +161,7 @@ CONFIGS = (
         "stand in for a tier",
         spec_of(1, exclusive("near", room=1, batch=1), exclusive("nvme", room=2, batch=1)),
         _standing_in,
-        (_scanned(A), *_up("near", "nvme")),
+        (_scanned(A, tier="near"), _scanned(A), *_up("near", "nvme")),
         ticks=False,
     ),
     Config(
@@ -155,7 +171,7 @@ CONFIGS = (
         (_scanned(A), *_up("near", "nvme")),
         ticks=False,
         overdue=False,
-        answers={"promote": (OK, MISSING, CORRUPT)},
+        answers={"promote": (OK, MISSING), "demote": (OK, REFUSED), "delete": (OK,)},
     ),
     Config(
         "delete what is corrupt, foreign or too much",
@@ -166,7 +182,14 @@ CONFIGS = (
     Config("reset", spec_of(2, shared(batch=2)), _resetting, _up("redis")),
     Config("hold and restore", spec_of(2), _holding),
     Config("demote after hits", spec_of(1, shared(rule=2)), _counting_hits, _up("redis"), ticks=False),
-    Config("demote on eviction", spec_of(2, exclusive(room=2, rule="on_evict")), _leaving, _up("nvme"), ticks=False),
+    Config(
+        "demote on eviction",
+        spec_of(2, exclusive(room=2, rule="on_evict")),
+        _leaving,
+        _up("nvme"),
+        ticks=False,
+        answers={"demote": (OK, FAILED)},
+    ),
 )
 """Explored to the end by the tests."""
 

@@ -57,7 +57,7 @@ class Config:
     ticks: bool = True
     answers: Mapping[str, tuple[Outcome, ...]] = field(default_factory=dict)
     """Instead of all that ``ANSWERS`` allows for a kind."""
-    drain_every: int = 7
+    drain_every: int = 25
 
 
 @dataclass
@@ -122,8 +122,9 @@ def _freezer(spec: CoreSpec) -> tuple[Callable[[World], bytes], Callable[[bytes]
     """Copies of worlds by pickle, which is several times faster than copy.deepcopy; all share the spec."""
 
     def save(world: World) -> bytes:
-        for owner in (world, *world.pools, *world.tiers):
-            owner.spec = None  # type: ignore[assignment]
+        owners: list[Any] = [world, *world.pools, *world.tiers]
+        for owner in owners:
+            owner.spec = None
         blob = pickle.dumps(world, protocol=5)
         restore(world)
         return blob
@@ -307,8 +308,8 @@ def _tier(world: World, tier: Tier) -> tuple[Any, ...]:
 def drain(core: TieringCore) -> None:
     """From here on everything works and every caller lets go: nothing may be left in use, waiting or leaking."""
     world = core.world
-    for tier in world.spec.tiers:
-        core.handle(ev.TierChanged(world.now_s, tier.name, TierState.UP))
+    for name in world.tier_index:
+        core.handle(ev.TierChanged(world.now_s, name, TierState.UP))
     for _ in range(DRAIN_STEPS_MAX):
         if world.ops:
             op = next(iter(world.ops.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.core.worlds import CORRUPT, FAILED, OK, STORED_BYTES, Bench, chain, exclusive, shared, spec_of
-from tiering.core.commands import Cancel, Delete, Demote, FlushDone, JobDone, Probe, Promote, SlotsFreed
+from tiering.core.commands import Cancel, Delete, Demote, FlushDone, IoCommand, JobDone, Probe, Promote, SlotsFreed
 from tiering.core.events import OpOverdue, Reset
 from tiering.types import ScanEntry, TierState
 
@@ -62,7 +62,7 @@ def test_operations_in_flight_land_without_a_trace() -> None:
     bench.load((b"b",))
     read_a, read_b = bench.take(Promote)
     bench.answer(read_b, CORRUPT)
-    commands = [read_a, *bench.take(Demote), *bench.take(Probe), *bench.take(Delete)]
+    commands: list[IoCommand] = [read_a, *bench.take(Demote), *bench.take(Probe), *bench.take(Delete)]
     assert {type(c) for c in commands} == {Promote, Demote, Probe, Delete}
     bench.take(JobDone)
     bench.handle(Reset(0.0))

@@ -46,10 +46,11 @@ def test_disk_fills_up() -> None:
     for n in range(40):
         bench.put((b"%02d" % n,))
         assert used(bench) <= 5
-    while commands := [*bench.take(Delete), *bench.take(Demote)]:
-        for command in commands:
-            bench.answer(command)
-            assert used(bench) <= 5
+    while bench.inbox:
+        command = bench.inbox.pop(0)
+        assert isinstance(command, Delete | Demote)
+        bench.answer(command)
+        assert used(bench) <= 5
     assert len(bench.has("nvme")) == 5
 
 
@@ -144,10 +145,10 @@ def test_a_scan_that_tells_a_thing_twice() -> None:
     assert bench.has("nvme") == {b"a", b"b"}
 
 
-def test_a_scan_of_a_block_of_no_size_counts_one() -> None:
+def test_a_scan_of_a_block_of_no_size_counts_all_the_same() -> None:
     bench = Bench(spec_of(8, exclusive(room=4)), up=False)
     bench.scan("nvme", ScanEntry(b"a", 0))
-    assert used(bench) == 1
+    assert bench.core.world.tiers[0].used_bytes > 0
 
 
 def test_a_scan_of_an_unbounded_tier_counts_nothing() -> None:

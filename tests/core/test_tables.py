@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tiering.core.transitions import CELL, PRIMARY, SLOT, CellState, Move, Prima
 
 COMMAND = ".venv/bin/python -m tiering.core.transitions > docs/states.md"
 
-BATCHES = {
+BATCHES: dict[Move, Callable[[World, Pool, Block], object]] = {
     Move.GRANT: lambda world, pool, block: moves.grant_all(world, pool, [block]),
     Move.LAND: lambda world, pool, block: moves.land_all(pool, [block]),
     Move.EVICT: lambda world, pool, block: moves.evict_all(world, pool, [block.key], leaves_only=True),
@@ -132,7 +134,7 @@ def test_a_step_of_a_cell_that_stands_in_no_table_is_a_contradiction() -> None:
 @pytest.mark.parametrize(
     ("states", "table"), [(PrimaryState, PRIMARY), (SlotState, SLOT), (CellState, CELL)], ids=["key", "slot", "cell"]
 )
-def test_every_state_can_be_reached_and_left(states: type, table: dict) -> None:
+def test_every_state_can_be_reached_and_left(states: type[IntEnum], table: dict[tuple[IntEnum, Move], IntEnum]) -> None:
     assert set(table.values()) == set(states)
     assert {old for old, _ in table} == set(states)
 

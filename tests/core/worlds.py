@@ -25,7 +25,7 @@ CORRUPT = Outcome.corrupt("checksum")
 FAILED = Outcome.failed("EIO")
 REFUSED = Outcome.refused("out of memory")
 
-C = TypeVar("C", bound=Command)
+C = TypeVar("C")
 
 
 def chain(n: int, name: str = "") -> tuple[bytes, ...]:
@@ -162,7 +162,7 @@ class Bench:
 
     def take(self, kind: type[C]) -> list[C]:
         """Remove the commands of this kind from the inbox, oldest first."""
-        found = [command for command in self.inbox if isinstance(command, kind)]
+        found: list[C] = [command for command in self.inbox if isinstance(command, kind)]
         self.inbox = [command for command in self.inbox if not isinstance(command, kind)]
         return found
 

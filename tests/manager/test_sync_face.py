@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import threading
 import time
@@ -228,7 +229,7 @@ def test_before_open_and_after_close() -> None:
     assert manager.sync.close() == []
     for call in (manager.sync.lookup, manager.sync.plan_store, manager.sync.plan_load, manager.sync.touch):
         with pytest.raises(ClosedError):
-            call(keys)  # type: ignore[operator]
+            call(keys)
     with pytest.raises(ClosedError):
         manager.sync.slot_view(0)
     with pytest.raises(ClosedError, match="once"):
@@ -324,15 +325,14 @@ def test_check_then_pin_many_threads_at_once(opened: Open) -> None:
                 plan = manager.sync.plan_load(keys)
                 slots = plan.slots
                 if not plan.done and rng.random() < 0.7:
-                    slots = until(lambda job=plan.job: dict(manager.sync.poll() + told(job)).get(job))  # type: ignore[misc]
-                if slots is not None:
-                    read(manager, keys, slots)
+                    [(_, slots)] = until(functools.partial(ended, plan.job))
+                read(manager, keys, slots)
                 manager.sync.release(plan.job)
         except BaseException as error:
             failures.append(error)
 
-    def told(job: int) -> list[tuple[int, tuple[int, ...]]]:
-        # Another thread's poll may have been told of this job.
+    def ended(job: int) -> list[tuple[int, tuple[int, ...]]]:
+        manager.sync.poll()  # it may tell this thread of another one's job
         return manager.parts.gate.ended([job])
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]

@@ -8,21 +8,26 @@ import dataclasses
 import hashlib
 import itertools
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from backends.memory import MemoryBackend, MemoryConfig
 from tiering import KVLayout, TieringConfig, TieringOffloadingManager, block_keys
 from tiering.api import BackendConfig
 from tiering.build import COPY_THREADS
+from tiering.core.invariants import check
 from tiering.testing.faults import FaultPlan, FaultyBackend
 
 BLOCK_BYTES = 4096
 TOKENS = 4
 LAYOUT = KVLayout.uniform(model="test", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
+
+PATIENCE_S = 20.0
+"""Within it everything must have ended; nothing waits for it to pass."""
 
 plans: dict[str, FaultPlan] = {}
 made: dict[str, list[FaultyTier]] = {}
@@ -79,7 +84,7 @@ def rows(keys: Sequence[bytes], size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8
     return np.stack([content(key, size) for key in keys]) if keys else np.empty((0, size), np.uint8)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = PATIENCE_S) -> None:
     """Let the loop turn until the condition holds: what runs in the background is waited for, not a time."""
     async with asyncio.timeout(limit_s):
         while not await condition():  # noqa: ASYNC110 - it yields, it does not sleep
@@ -117,3 +122,50 @@ def blank(n: int, size: int = BLOCK_BYTES) -> npt.NDArray[np.uint8]:
 
 def is_blank(out: npt.NDArray[np.uint8]) -> bool:
     return bool((out == 0xEE).all())
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    *args: Any, layout: Any = LAYOUT, clock: Any = None, **more: Any
+) -> AsyncIterator[TieringOffloadingManager]:
+    """A manager that must be clean when the test is done with it."""
+    more.setdefault("flush_on_close", 0)
+    async with TieringOffloadingManager(config(*args, **more), layout, clock=clock) as manager:
+        yield manager
+        await clean(manager)
+
+
+async def clean(manager: TieringOffloadingManager) -> None:
+    """Nothing is leased, filled or waited for, once what runs has landed."""
+
+    async def landed() -> bool:
+        stats = manager.stats()
+        return not stats["open_ops"] and not stats["primary"]["busy_slots"]
+
+    await eventually(landed)
+    stats, parts = manager.stats(), manager.parts
+    assert stats["open_loads"] == stats["open_stores"] == stats["holds"] == 0
+    assert not stats["fused"]
+    check(parts.core.world)
+    assert (len(parts.loads), len(parts.flushes), len(parts.restore_due)) == (0, 0, 0)
+    assert (len(parts.freed), len(parts.progress), parts.calls.count, parts.reads.count) == (0, 0, 0, 0)
+
+
+async def ended(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> Any:
+    async with asyncio.timeout(PATIENCE_S):
+        return await work
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ended(task)
+
+
+async def pushed_out(manager: TieringOffloadingManager, keys: list[bytes], slots: int) -> None:
+    """``keys`` are in the tier behind, and the primary tier is full of others."""
+    await manager.store(keys, rows(keys))
+    await manager.flush()
+    push = keys_of(slots, salt=b"push")
+    await manager.store(push, rows(push))
+    assert (await manager.flush()).lost == 0

@@ -259,7 +259,7 @@ def test_any_number_of_threads(seed: int) -> None:
                 command: Any = rig.commands.pop(0)
             except IndexError:
                 continue
-            items = getattr(command, "items", None) or getattr(command, "keys", ())
+            items: Any = getattr(command, "items", None) or getattr(command, "keys", ())
             if hasattr(command, "op") and type(command).__name__ != "Cancel":
                 outcomes = tuple(rng.choice((OK, OK, OK, Outcome.MISSING)) for _ in items)
                 rig.gate.post(ev.OpFinished(0.0, command.op, outcomes))

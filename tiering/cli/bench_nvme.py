@@ -20,10 +20,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.table import Table
 
 from tiering.api import Backend
 from tiering.build import namespace_of
+from tiering.cli.output import table
 from tiering.cli.tiers import make_backend
 from tiering.config import TieringConfig
 from tiering.errors import BackendError, ConfigError
@@ -40,7 +40,8 @@ Transfer: TypeAlias = Callable[[int, memoryview, int], int]
 """Of a descriptor, a buffer and an offset; the bytes moved."""
 
 BLOCK_SIZES: Final = (256 << 10, 1 << 20)
-TOTAL_BYTES: Final = 256 << 20
+TOTAL_BYTES = 256 << 20
+"""Written and read by each run of a pair."""
 DEPTH: Final = 8
 """Threads of both sides, each with one request under way."""
 CALL_BLOCKS: Final = 8
@@ -59,11 +60,12 @@ class _Pair:
         return self.raw_s / self.ours_s
 
 
-def bench(path: Path | None, pairs: int, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
+def bench(path: Path | None, pairs: int) -> dict[str, Any]:
     """Measure each block size in a fresh directory below ``path`` (None: the current one), removed afterwards.
 
-    ``total_bytes`` are written and read by each run of a pair. Raises ``ConfigError`` if the directory cannot be used.
+    Raises ``ConfigError`` if the directory cannot be used.
     """
+    total_bytes = TOTAL_BYTES
     with _directory(path or Path(), 4 * total_bytes) as directory:
         sizes = [asyncio.run(_bench_size(directory, size, pairs, total_bytes)) for size in BLOCK_SIZES]
     o_direct = all(size.pop("o_direct") for size in sizes)
@@ -242,11 +244,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     how = "O_DIRECT" if result["o_direct"] else "the page cache: this filesystem refuses O_DIRECT"
     title = f"nvme backend against a raw loop: depth {result['depth']}, {result['pairs']} pairs, through {how}"
     console.print(title, soft_wrap=True)
-    table = Table()
-    for column in ("block", "store / raw", "load / raw", "raw store GiB/s", "raw load GiB/s", "spread of the ratios"):
-        table.add_column(column, justify="right")
+    rows = table(
+        "block>", "store / raw>", "load / raw>", "raw store GiB/s>", "raw load GiB/s>", "spread of the ratios>"
+    )
     for size in result["sizes"]:
         names = ("store_ratio_to_raw", "load_ratio_to_raw", "raw_store_gib_s", "raw_load_gib_s")
         spread = f"{size['store_spread']} / {size['load_spread']}"
-        table.add_row(format_bytes(size["block_bytes"]), *(str(size[name]) for name in names), spread)
-    console.print(table)
+        rows.add_row(format_bytes(size["block_bytes"]), *(str(size[name]) for name in names), spread)
+    console.print(rows)

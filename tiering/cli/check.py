@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.table import Table
 
 from tiering.api import Backend, BackendConfig
 from tiering.build import build, namespace_of, pool_shapes, slot_bytes_of
-from tiering.cli.tiers import UNWIND_S, bounded, hung, io_thread, make_backend
+from tiering.cli.output import table
+from tiering.cli.tiers import bounded, hung, io_thread, make_backend, run_on
 from tiering.config import TieringConfig
 from tiering.errors import BackendError, ConfigError, TieringError
 from tiering.keys import block_keys
@@ -49,11 +49,13 @@ class Limits:
     """As long as an engine waits for it."""
     probe_s: float = 60.0
     close_s: float = 5.0
+    unwind_s: float = 1.0
+    """What a call gets to return after it was cancelled."""
 
     @property
     def tier_s(self) -> float:
         """For a backend that blocks the loop itself, where no other limit works."""
-        return self.open_s + self.probe_s + self.close_s + 4 * UNWIND_S
+        return self.open_s + self.probe_s + self.close_s + 4 * self.unwind_s
 
 
 LIMITS = Limits()
@@ -171,8 +173,8 @@ def _check_tier(name: str, config: BackendConfig, layout: KVLayout, rows: Rows) 
         probe = _Probe(
             backend, config, arena, rows, block_keys(list(range(len(rows) * group.tokens_per_block)), layout)
         )
-        with io_thread(f"tiering-check-{name}") as io:
-            return result | io.run(_open_and_probe(probe, layout), LIMITS.tier_s)
+        with io_thread(f"tiering-check-{name}", 2 * LIMITS.unwind_s) as io:
+            return result | run_on(io, _open_and_probe(probe, layout), LIMITS.tier_s)
     except TimeoutError:
         return result | {"ok": False, "error": f"it does not answer, and blocks whoever asks ({LIMITS.tier_s:g} s)"}
     finally:
@@ -190,13 +192,13 @@ async def _open_and_probe(probe: _Probe, layout: KVLayout) -> dict[str, Any]:
     found: dict[str, Any] = {}
     backend = probe.backend
     try:
-        await bounded("open", backend.open(namespace_of(layout, "check")), LIMITS.open_s)
-        found = await bounded("probe", probe.run(), LIMITS.probe_s)
+        await bounded("open", backend.open(namespace_of(layout, "check")), LIMITS.open_s, LIMITS.unwind_s)
+        found = await bounded("probe", probe.run(), LIMITS.probe_s, LIMITS.unwind_s)
     except Exception as error:  # a plug-in may raise anything, and the other tiers are still to be checked
         failure = error
     finally:
         try:
-            await bounded("aclose", backend.aclose(LIMITS.close_s), LIMITS.close_s)
+            await bounded("aclose", backend.aclose(LIMITS.close_s), LIMITS.close_s, LIMITS.unwind_s)
         except Exception as error:
             failure = failure or error
     if isinstance(failure, ConfigError):
@@ -316,16 +318,14 @@ def show(console: Console, result: dict[str, Any]) -> None:
         f"{result['config']}, blocks of {format_bytes(result['block_bytes'])}, {result['tokens_per_block']} tokens each"
     )
     console.print(title, soft_wrap=True)
-    table = Table()
-    for column in ("tier", "type", "capacity", "blocks", "tokens", "store GiB/s", "load GiB/s", "state"):
-        table.add_column(column, justify="left" if column in ("tier", "type", "state") else "right")
+    rows = table("tier", "type", "capacity>", "blocks>", "tokens>", "store GiB/s>", "load GiB/s>", "state")
     for tier in result["tiers"]:
         capacity = "-" if tier["capacity_bytes"] is None else format_bytes(tier["capacity_bytes"])
         blocks, tokens = (("-" if tier[name] is None else f"{tier[name]:,}") for name in ("blocks", "tokens"))
         speeds = ["-" if tier[f"{op}_gib_s"] is None else str(tier[f"{op}_gib_s"]) for op in ("store", "load")]
         state = "ok" if tier["ok"] else "FAILED"
-        table.add_row(tier["name"], tier["type"], capacity, blocks, tokens, *speeds, state)
-    console.print(table)
+        rows.add_row(tier["name"], tier["type"], capacity, blocks, tokens, *speeds, state)
+    console.print(rows)
     for tier in result["tiers"]:
         for text in (tier["error"], tier["note"]):
             if text is not None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from tiering.api import Backend, InspectedBlock, Outcome
+from tiering.cli.output import table
 from tiering.cli.tiers import make_backend, tier_of
 from tiering.config import TieringConfig
 from tiering.errors import BackendError, ConfigError
@@ -80,16 +80,12 @@ def show(console: Console, result: dict[str, Any]) -> None:
         return
     title = f"tier {result['tier']}: {result['blocks']:,} blocks, {format_bytes(result['stored_bytes'])}"
     console.print(title, soft_wrap=True)
-    table = Table()
-    for column in ("namespace", "model", "revision", "dtype", "epoch"):
-        table.add_column(column)
-    for column in ("blocks", "prefix roots", "size"):
-        table.add_column(column, justify="right")
+    rows = table("namespace", "model", "revision", "dtype", "epoch", "blocks>", "roots>", "size>")
     for space in result["namespaces"]:
         fields = [space["fields"].get(name, "?") for name in ("model", "revision", "dtype", "epoch")]
         counts = (f"{space['blocks']:,}", f"{space['roots']:,}", format_bytes(space["stored_bytes"]))
-        table.add_row(space["digest"][:12], *fields, *counts)
-    console.print(table)
+        rows.add_row(space["digest"][:8], *fields, *counts)
+    console.print(rows)
     if result["verified"]:
         console.print(f"verified: {result['bad_blocks']} of {result['blocks']:,} blocks are not whole")
     for item in result["bad"]:

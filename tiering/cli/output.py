@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 GOOD: Final = 0
 CHECK_FAILED: Final = 1
@@ -21,6 +23,9 @@ TERMINATED: Final = 143
 """As a shell reports SIGTERM."""
 READER_GONE: Final = 141
 """As a shell reports a process that wrote into a pipe whose reader had left."""
+
+WIDTH_OFF_SCREEN: Final = 400
+"""In columns; no table of ours is as wide."""
 
 Show: TypeAlias = Callable[[Console, dict[str, Any]], None]
 
@@ -41,12 +46,22 @@ def finish(result: dict[str, Any], show: Show, *, as_json: bool, markup: bool = 
     if as_json:
         emit(json.dumps(result) + "\n")
     else:
-        console = Console(markup=markup, highlight=False, emoji=False)
+        # What goes into a file or a pipe is not cut to the width of a screen.
+        width = None if sys.stdout.isatty() else WIDTH_OFF_SCREEN
+        console = Console(markup=markup, highlight=False, emoji=False, width=width)
         with _writing(), console.capture() as shown:  # it flushes at its end
             show(console, result)
         emit(shown.get())
     if not result["ok"]:
         raise typer.Exit(CHECK_FAILED)
+
+
+def table(*columns: str) -> Table:
+    """An empty table. A column's name may end with ``>``: its cells are then aligned to the right."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for name in columns:
+        made.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    return made
 
 
 def emit(text: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,10 +18,7 @@ from tiering.runtime.threads import IoThread
 
 T = TypeVar("T")
 
-UNWIND_S: Final = 1.0
-"""What a call gets to return after it was cancelled."""
-END_S: Final = 2.0
-"""What an I/O thread gets to end: enough to remove a probe's blocks and close the backend when a check is interrupted."""
+WAIT_S: Final = 0.25
 
 hung: list[str] = []
 """Tasks and threads of this process that outlasted every limit. They cannot be ended, and whoever exits must not wait."""
@@ -38,20 +37,32 @@ def tier_of(path: Path, config: TieringConfig, name: str) -> BackendConfig:
     return config.tiers[config.tier_names.index(name)]
 
 
+def run_on(io: IoThread, call: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """The call's value; ``TimeoutError`` past ``limit_s``. Ctrl-C ends the wait."""
+    future = io.submit(call)
+    until_s = time.monotonic() + limit_s
+    # In short waits: a signal that comes just before one is noticed at its end only.
+    while not future.done() and time.monotonic() < until_s:
+        wait((future,), timeout=WAIT_S)
+    return future.result(0)
+
+
 @contextmanager
-def io_thread(name: str) -> Iterator[IoThread]:
-    """An I/O thread whose end takes at most ``END_S``, whatever a backend does: what is left is noted in ``hung``."""
+def io_thread(name: str, end_s: float) -> Iterator[IoThread]:
+    """An I/O thread whose end takes at most ``end_s``, whatever a backend does: what is left is noted in ``hung``."""
     io = IoThread(name=name)
     io.start()
     try:
         yield io
     finally:
-        hung.extend(io.stop(END_S))
+        hung.extend(io.stop(end_s))
 
 
-async def bounded(op: str, call: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """The call's value. Past the limit it is cancelled and left alone, and ``BackendError`` is raised."""
+async def bounded(op: str, call: Coroutine[Any, Any, T], limit_s: float, unwind_s: float) -> T:
+    """The call's value. Past ``limit_s`` it is cancelled, past ``unwind_s`` more left alone: ``BackendError``."""
     task = asyncio.create_task(call, name=op)
+    # An exception that comes too late is nobody's, and would be logged with a traceback.
+    task.add_done_callback(lambda late: late.cancelled() or late.exception())
     try:
         await asyncio.wait((task,), timeout=limit_s)
         if task.done():
@@ -60,6 +71,4 @@ async def bounded(op: str, call: Coroutine[Any, Any, T], limit_s: float) -> T:
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,), timeout=UNWIND_S)
-            if task.done() and not task.cancelled():
-                task.exception()  # nobody is left to hear of it
+            await asyncio.wait((task,), timeout=unwind_s)

@@ -144,25 +144,35 @@ def pump(world: World) -> None:
             _pump_tier(world, tier)
 
 
+class _Pump:
+    """One tier's turn: the blocks of the command to come, and whether room was looked for, which once is enough."""
+
+    __slots__ = ("batch", "searched")
+
+    def __init__(self) -> None:
+        self.batch: list[Block] = []
+        self.searched = False
+
+
 def _pump_tier(world: World, tier: Tier) -> None:
     """Stretch by stretch of the queue, not the whole of it for each completion, until one cannot go on."""
     payload = min(pool.spec.payload_bytes for pool in world.pools)
-    batch: list[Block] = []
+    turn = _Pump()
     while tier.owed:
         before = len(tier.owed)
         n = max(0, tier.spec.queue_bytes_max - tier.lent_bytes) // payload + tier.spec.batch_blocks_max
         for key in list(islice(tier.owed, n)):
-            if not _pump_block(world, tier, world.blocks[key], batch):
+            if not _pump_block(world, tier, world.blocks[key], turn):
                 break
         else:
             if len(tier.owed) < before:
                 continue
         break
-    if batch:
-        _emit(world, tier, batch)
+    if turn.batch:
+        _emit(world, tier, turn.batch)
 
 
-def _pump_block(world: World, tier: Tier, block: Block, batch: list[Block]) -> bool:
+def _pump_block(world: World, tier: Tier, block: Block, turn: _Pump) -> bool:
     """Start the block's demotion, or park it, or leave it for later. False: those behind it must wait too."""
     cell = cell_of(block, tier)
     if cell.state not in STORABLE:
@@ -173,7 +183,11 @@ def _pump_block(world: World, tier: Tier, block: Block, batch: list[Block]) -> b
     payload = world.pools[block.pool].spec.payload_bytes
     if tier.lent_bytes and tier.lent_bytes + payload > tier.spec.queue_bytes_max:
         return False
-    if not room.room_for(world, tier, block, cell):
+    lacking = room.lacking_bytes(world, tier, block, cell)
+    if lacking:
+        if not turn.searched:
+            turn.searched = True
+            room.make_room(world, tier, lacking)
         if tier.deleting_bytes:
             return False
         park(world, tier, block.key, NO_ROOM)
@@ -183,10 +197,10 @@ def _pump_block(world: World, tier: Tier, block: Block, batch: list[Block]) -> b
     step_cell(world, block, cell, Move.STORE)
     lend(world.pools[block.pool], block.slot)
     tier.lent_bytes += payload
-    batch.append(block)
-    if len(batch) == tier.spec.batch_blocks_max:
-        _emit(world, tier, batch)
-        batch.clear()
+    turn.batch.append(block)
+    if len(turn.batch) == tier.spec.batch_blocks_max:
+        _emit(world, tier, turn.batch)
+        turn.batch.clear()
     return True
 
 
@@ -238,12 +252,13 @@ def anticipate_evictions(world: World) -> None:
         wanted = min(max(1, pool.spec.slots // ANTICIPATE_SHARE) - len(pool.free), 2 * batch)
         if wanted <= 0:
             continue
-        for key in _next_victims(world, pool, wanted):
+        for key in _next_victims(world, pool, wanted, tiers):
             for tier in tiers:
                 if key not in tier.parked:
                     owe(world, tier, world.blocks[key])
 
 
-def _next_victims(world: World, pool: Pool, n: int) -> list[BlockKey]:
+def _next_victims(world: World, pool: Pool, n: int, tiers: list[Tier]) -> list[BlockKey]:
+    """Not those that no tier would take: they must not hide the others, which are spared until they are demoted."""
     blocks, loads = world.blocks, pool.loads
-    return pool.policy.victims(n, lambda key: loads[blocks[key].slot] > 0)
+    return pool.policy.victims(n, lambda key: loads[blocks[key].slot] > 0 or all(key in tier.parked for tier in tiers))

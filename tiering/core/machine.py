@@ -10,21 +10,16 @@ from tiering.core import events as ev
 from tiering.core.commands import Cancel, Command, SlotsFreed
 from tiering.core.moves import (
     IllegalMove,
-    block_of,
-    cell_of,
     condemn,
     doom,
     evict_all,
     expire,
-    learn_parent,
-    occupy,
-    step_cell,
 )
 from tiering.core.ring import EventRing
 from tiering.core.state import CoreSpec, Counters, Tier, World
-from tiering.core.transitions import CellState, Move, PrimaryState
+from tiering.core.transitions import PrimaryState
 from tiering.errors import InvariantViolation
-from tiering.types import BlockKey, Outcome, ScanEntry
+from tiering.types import BlockKey, Outcome
 
 Reply: TypeAlias = ev.StorePlan | ev.LoadPlan | int | None
 
@@ -89,7 +84,8 @@ class TieringCore:
         frees = isinstance(event, _FREEING)
         if frees and world.starved:
             promotion.retry_starved(world)
-        demotion.anticipate_evictions(world)
+        if not isinstance(event, ev.OpFinished):  # else a small tier would take the same victims in turns, for ever
+            demotion.anticipate_evictions(world)
         demotion.pump(world)
         flush.end_done(world)
         if frees and world.retry_wanted:
@@ -159,9 +155,7 @@ class TieringCore:
         return None
 
     def _tier_scanned(self, event: ev.TierScanned) -> Reply:
-        tier = self._tier(event.tier)
-        for entry in event.entries:
-            _take_in(self.world, tier, entry)
+        room.take_in(self.world, self._tier(event.tier), event.entries)
         return None
 
     def _tier_changed(self, event: ev.TierChanged) -> Reply:
@@ -203,22 +197,6 @@ class TieringCore:
 
     def _tier(self, name: str) -> Tier:
         return self.world.tiers[self.world.tier_index[name]]
-
-
-def _take_in(world: World, tier: Tier, entry: ScanEntry) -> None:
-    """One block that a scan found. A scan may tell a thing twice, or what is known already: that changes nothing."""
-    if entry.foreign:
-        tier.used_bytes += entry.stored_bytes - tier.foreign.get(entry.handle, 0)
-        tier.foreign[entry.handle] = entry.stored_bytes
-        return
-    block = block_of(world, entry.handle, 0)
-    cell = cell_of(block, tier)
-    if cell.state in (CellState.UNKNOWN, CellState.ABSENT):
-        step_cell(world, block, cell, Move.FOUND)
-        if tier.policy is not None and not cell.stored_bytes and entry.stored_bytes > 0:
-            occupy(tier, block, cell, entry.stored_bytes)
-        learn_parent(world, block, entry.parent)
-        room.found(world, tier, block, cell)
 
 
 def _reset(world: World) -> None:

@@ -101,9 +101,24 @@ def forget_if_idle(world: World, block: Block) -> None:
     del world.blocks[block.key]
 
 
-def backed(block: Block) -> bool:
-    """Some secondary tier holds an acknowledged copy."""
-    return block.copies > (block.state is not ABSENT)
+def records_of(
+    world: World, pool: Pool, keys: Sequence[BlockKey], positions: Sequence[int], parent: BlockKey | None
+) -> list[Block]:
+    """The records of the keys at these positions of a run behind ``parent``, made where there are none, and linked."""
+    records, index, tiers = world.blocks, pool.index, len(world.tiers)
+    blocks: list[Block] = []
+    for at in positions:
+        key = keys[at]
+        before = keys[at - 1] if at else parent
+        block = records.get(key)
+        if block is None:
+            block = records[key] = Block(key, index, tiers)
+            if before != key:
+                block.parent = before
+        elif block.parent is None:
+            learn_parent(world, block, before)
+        blocks.append(block)
+    return blocks
 
 
 # -- the primary tier -------------------------------------------------------------------------------------------------
@@ -157,17 +172,18 @@ def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only
     Returns those that went.
     """
     records, free, states, owner = world.blocks, pool.free, pool.states, pool.owner
-    loads, demotes = pool.loads, pool.demotes
+    loads, demotes, alone = pool.loads, pool.demotes, not world.tiers
     gone: list[BlockKey] = []
+    above: Block | None = None
     for key in keys:
-        block = records[key]
+        block = above if above is not None and above.key is key else records[key]
         slot = block.slot
         if block.state is not READY or loads[slot] or demotes[slot]:
             raise _illegal(block, Move.EVICT)
         if states[slot] is not SLOT_HELD:
             raise _illegal_slot(pool, slot, Move.EVICT)
         copies = block.copies - 1
-        if leaves_only and block.children and not copies:
+        if not copies and leaves_only and block.children:
             continue
         states[slot] = SLOT_FREE
         owner[slot] = None
@@ -176,14 +192,19 @@ def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only
         block.slot = -1
         block.copies = copies
         gone.append(key)
+        above = None
         if copies:
             continue
         if block.parent is not None:
             above = records[block.parent]
             above.children -= 1
-            if not above.children and not above.copies:
+            if not (above.children or above.copies):
                 forget_if_idle(world, above)
-        if not block.children:
+        if block.children:
+            continue
+        if alone:
+            del records[key]
+        else:
             forget_if_idle(world, block)
     return gone
 
@@ -234,21 +255,30 @@ def condemn(world: World, pool: Pool, block: Block) -> None:
 def lease_all(pool: Pool, slots: Sequence[int]) -> None:
     """A load reads the slots."""
     loads, demotes = pool.loads, pool.demotes
+    fresh = 0
     for slot in slots:
         users = loads[slot]
         if not users and not demotes[slot]:
-            pool.busy += 1
+            fresh += 1
         loads[slot] = users + 1
+    pool.busy += fresh
 
 
 def unlease_all(pool: Pool, slots: Sequence[int]) -> None:
     """A load reads the slots no more."""
-    loads, demotes = pool.loads, pool.demotes
+    loads, demotes, states = pool.loads, pool.demotes, pool.states
+    idle = 0
     for slot in slots:
         users = loads[slot] - 1
         loads[slot] = users
-        if users < 0 or not (users or demotes[slot]):
-            _unused(pool, slot)
+        if users or demotes[slot]:
+            if users < 0:
+                raise _released_too_often(pool, slot)
+        elif states[slot] is SLOT_HELD:
+            idle += 1
+        else:
+            _free_condemned(pool, slot)
+    pool.busy -= idle
 
 
 def lend(pool: Pool, slot: int) -> None:
@@ -262,19 +292,25 @@ def unlend(pool: Pool, slot: int) -> None:
     """A demotion reads the slot no more."""
     users = pool.demotes[slot] - 1
     pool.demotes[slot] = users
-    if users < 0 or not (users or pool.loads[slot]):
-        _unused(pool, slot)
+    if users or pool.loads[slot]:
+        if users < 0:
+            raise _released_too_often(pool, slot)
+    elif pool.states[slot] is SLOT_HELD:
+        pool.busy -= 1
+    else:
+        _free_condemned(pool, slot)
 
 
-def _unused(pool: Pool, slot: int) -> None:
-    if pool.loads[slot] or pool.demotes[slot]:
-        raise IllegalMove(f"slot {pool.index}/{slot}: released more often than taken", None)
+def _free_condemned(pool: Pool, slot: int) -> None:
+    if pool.states[slot] is not SlotState.CONDEMNED:
+        raise _illegal_slot(pool, slot, Move.RELEASE)
+    _step_slot(pool, slot, Move.RELEASE)
+    pool.free.append(slot)
     pool.busy -= 1
-    if pool.states[slot] is not SLOT_HELD:
-        if pool.states[slot] is not SlotState.CONDEMNED:
-            raise _illegal_slot(pool, slot, Move.RELEASE)
-        _step_slot(pool, slot, Move.RELEASE)
-        pool.free.append(slot)
+
+
+def _released_too_often(pool: Pool, slot: int) -> IllegalMove:
+    return IllegalMove(f"slot {pool.index}/{slot}: released more often than taken", None)
 
 
 # -- the secondary tiers ----------------------------------------------------------------------------------------------

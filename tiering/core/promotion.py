@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from tiering.core import demotion, restore, room, stores
 from tiering.core.commands import Cancel, JobDone, Promote, Touch, Transfer
@@ -44,13 +44,16 @@ def request_load(world: World, event: LoadRequested) -> LoadPlan:
     pool = world.pools[event.pool]
     keys = event.keys
     world.counters.query_blocks += len(keys)
-    touched(world, pool, keys)
     slots = _ready_run(world, pool, keys)
+    if len(slots) < len(keys):
+        _teach(world, keys)
+    _tell_of_use(world, pool, keys)
     job = LoadJob(world.next_id(), pool.index, keys, len(keys), len(keys), len(keys), slots)
     world.loads[job.job] = job
-    if len(slots) < len(keys) or len(set(slots)) < len(slots):
+    if len(slots) < len(keys):
         job.position = {key: i for i, key in reversed(list(enumerate(keys)))}
         job.limit = job.protect = min(fitting(world, pool, keys), _first_repeat(keys, job.position))
+        job.own = job.position if job.limit == len(keys) else set(keys[: job.limit])
         del slots[job.limit :]
     lease_all(pool, slots)
     job.cursor = len(slots)
@@ -63,14 +66,18 @@ def request_load(world: World, event: LoadRequested) -> LoadPlan:
 
 
 def _ready_run(world: World, pool: Pool, keys: Sequence[BlockKey]) -> list[int]:
-    """Slots of the leading READY blocks."""
+    """Slots of the leading READY blocks. Links that the core did not know are learned on the way."""
     get, index = world.blocks.get, pool.index
     slots: list[int] = []
+    before: BlockKey | None = None
     for key in keys:
         block = get(key)
         if block is None or block.state is not READY or block.pool != index:
             break
+        if block.parent is None and learn_parent(world, block, before):
+            stores.tell_policies(world, block)
         slots.append(block.slot)
+        before = key
     return slots
 
 
@@ -102,7 +109,13 @@ def fitting(world: World, pool: Pool, keys: Sequence[BlockKey]) -> int:
 
 
 def touched(world: World, pool: Pool, keys: tuple[BlockKey, ...]) -> None:
-    """A request used this path, wherever it is: policies hear of it, and of links that the core did not know."""
+    """A request used this path, wherever it is."""
+    _teach(world, keys)
+    _tell_of_use(world, pool, keys)
+
+
+def _teach(world: World, keys: Sequence[BlockKey]) -> None:
+    """A whole path shows links that the core did not know."""
     get = world.blocks.get
     before: BlockKey | None = None
     for key in keys:
@@ -110,6 +123,9 @@ def touched(world: World, pool: Pool, keys: tuple[BlockKey, ...]) -> None:
         if block is not None and block.parent is None and learn_parent(world, block, before):
             stores.tell_policies(world, block)
         before = key
+
+
+def _tell_of_use(world: World, pool: Pool, keys: tuple[BlockKey, ...]) -> None:
     stores.touch(world, pool, keys)
     for tier in world.tiers:
         caps = tier.spec.capabilities
@@ -164,22 +180,18 @@ def _free_for(world: World, pool: Pool, job: LoadJob, n: int) -> int:
     floor = pool.spec.reserve_slots
     if len(pool.free) - floor >= n:
         return n
-    own: Container[BlockKey] = job.position
-    if job.protect < len(job.keys):
-        head = set(job.keys[: job.protect])
-        own = head
-        while job.tail > job.protect and len(pool.free) - floor < n:
-            job.tail -= 1
-            key = job.keys[job.tail]
-            block = world.blocks.get(key)
-            if block is None or key in head or block.state is not READY or block.pool != pool.index:
-                continue
-            if pool.loads[block.slot] or pool.demotes[block.slot]:
-                continue
-            if block.copies == 1 and demotion.owed_somewhere(world, block):
-                continue
-            stores.drop(world, pool, [key], leaves_only=pool.policy.leaf_first)
-    return stores.make_free(world, pool, n, own=own, flow_through=False, spare_owed=False, floor=floor)
+    while job.tail > job.protect and len(pool.free) - floor < n:
+        job.tail -= 1
+        key = job.keys[job.tail]
+        block = world.blocks.get(key)
+        if block is None or key in job.own or block.state is not READY or block.pool != pool.index:
+            continue
+        if pool.loads[block.slot] or pool.demotes[block.slot]:
+            continue
+        if block.copies == 1 and demotion.owed_somewhere(world, block):
+            continue
+        stores.drop(world, pool, [key], leaves_only=pool.policy.leaf_first)
+    return stores.make_free(world, pool, n, own=job.own, flow_through=False, spare_owed=False, floor=floor)
 
 
 def _take_on(world: World, job: LoadJob, pool: Pool, stop: int, wanted: list[Block]) -> None:

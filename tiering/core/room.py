@@ -6,13 +6,14 @@ gone. In between, after a failure, nobody knows; such blocks keep their bytes (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from tiering.core.commands import Delete
-from tiering.core.moves import forget_if_idle, occupy, set_absent, step_cell, vacate
+from tiering.core.moves import block_of, cell_of, forget_if_idle, learn_parent, occupy, set_absent, step_cell, vacate
 from tiering.core.state import Block, Cell, Op, Tier, World
 from tiering.core.transitions import CellState, Move, PrimaryState
-from tiering.types import BlockKey, Outcome, OutcomeCode
+from tiering.types import BlockKey, Outcome, OutcomeCode, ScanEntry
 
 DELETE_PAUSE_S = 0.1
 """After a delete that removed nothing: so long no other is asked to make room."""
@@ -68,18 +69,47 @@ def store_failed(tier: Tier, block: Block, cell: Cell, outcome: Outcome) -> None
         tier.unvouched[block.key] = True
 
 
+def take_in(world: World, tier: Tier, entries: Sequence[ScanEntry]) -> None:
+    """What a scan found. It may tell a thing twice, or what is known already: that changes nothing."""
+    run: list[BlockKey] = []
+    parent: BlockKey | None = None
+    for entry in entries:
+        key = entry.handle
+        if entry.foreign:
+            tier.used_bytes += entry.stored_bytes - tier.foreign.get(key, 0)
+            tier.foreign[key] = entry.stored_bytes
+            continue
+        block = block_of(world, key, 0)
+        cell = cell_of(block, tier)
+        if cell.state is not CellState.UNKNOWN and cell.state is not CellState.ABSENT:
+            continue
+        learn_parent(world, block, entry.parent)
+        step_cell(world, block, cell, Move.FOUND)
+        if tier.policy is None:
+            continue
+        if not cell.stored_bytes:
+            occupy(tier, block, cell, max(1, entry.stored_bytes))
+        if tier.unvouched.pop(key, None) is None:
+            continue
+        if run and block.parent == run[-1]:
+            run.append(key)
+            continue
+        if run:
+            tier.policy.admit(run, parent)
+        run, parent = [key], block.parent
+    if run and tier.policy is not None:
+        tier.policy.admit(run, parent)
+
+
 # -- making room ------------------------------------------------------------------------------------------------------
 
 
-def room_for(world: World, tier: Tier, block: Block, cell: Cell) -> bool:
-    """True if the block fits now; otherwise deletes are asked for, as far as anything may go."""
+def lacking_bytes(world: World, tier: Tier, block: Block, cell: Cell) -> int:
+    """0 if the block fits now; else what it would occupy."""
     if tier.room_bytes is None or cell.stored_bytes:
-        return True
+        return 0
     need = stored_bytes(world, tier, block)
-    if tier.used_bytes + need <= tier.room_bytes:
-        return True
-    make_room(world, tier, need)
-    return False
+    return need if tier.used_bytes + need > tier.room_bytes else 0
 
 
 def make_room(world: World, tier: Tier, need_bytes: int = 0) -> None:

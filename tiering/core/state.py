@@ -6,7 +6,7 @@ Each field says its invariant, and ``invariants.check`` checks it.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -21,6 +21,8 @@ DemoteRule: TypeAlias = Literal["on_store", "on_evict", "never"] | int
 PolicyFactory: TypeAlias = Callable[[int], EvictionPolicy]
 
 NEVER_S = float("inf")
+
+_ABSENT = PrimaryState.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,10 @@ class Cell:
         """When ABSENT expires; NEVER_S in any other state."""
 
 
+_NO_CELLS: list[Cell | None] = []
+"""Of all blocks, where there are no secondary tiers."""
+
+
 class Block:
     """One key, known to some tier or asked for lately."""
 
@@ -95,7 +101,7 @@ class Block:
         self.pool = pool
         """Where its slot is, while it has one."""
         self.parent: BlockKey | None = None
-        self.state = PrimaryState.ABSENT
+        self.state = _ABSENT
         self.slot = -1
         """The slot whose owner this is while FILLING or READY; else -1. A slot is not used again before the fill it was
         granted for has landed, so that a completion knows by its slot whether it is still wanted."""
@@ -105,8 +111,8 @@ class Block:
         """1 if FILLING or READY, plus 1 for each tier where it is PRESENT."""
         self.children = 0
         """Blocks with ``copies > 0`` whose parent this is: evicting the last copy of this one would orphan them."""
-        self.cells: list[Cell | None] = [None] * tiers
-        """None: the tier's default verdict."""
+        self.cells: list[Cell | None] = [None] * tiers if tiers else _NO_CELLS
+        """One a tier. None: the tier's default verdict."""
 
 
 class Pool:
@@ -212,6 +218,8 @@ class LoadJob:
     """Slot a position below ``cursor``; -1 while it is awaited. The others are leased."""
     position: dict[BlockKey, int] = field(default_factory=dict)
     """Where each key stands; empty if all was READY at once."""
+    own: Container[BlockKey] = ()
+    """The keys at positions below ``protect``; empty if all was READY at once."""
     cursor: int = 0
     """Next position to look at. Everything before it is leased or awaited."""
     scanned: int = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
+from itertools import pairwise, repeat
 
 from tiering.core import demotion, promotion, restore
 from tiering.core.events import Grant, StorePlan, StoreRequested
 from tiering.core.moves import (
-    block_of,
     evict_all,
     fail_fill,
     forget_if_idle,
@@ -16,6 +16,7 @@ from tiering.core.moves import (
     land_all,
     learn_parent,
     note_remote,
+    records_of,
     release_doomed,
 )
 from tiering.core.state import Block, Pool, StoreJob, World
@@ -26,6 +27,9 @@ READY, ABSENT = PrimaryState.READY, PrimaryState.ABSENT
 
 ORPHAN = "orphan: the stated parent is in no tier"
 NO_SLOT = "no free slot in the primary tier"
+
+PASS_MAX = 4096
+"""Blocks in use or owed that one search passes over: it may not hold the lock for long, whatever the policy."""
 
 BACKED_STEP_MAX = 2048
 """Blocks looked at in one search for those that another tier holds: about a millisecond."""
@@ -47,7 +51,8 @@ def request_store(world: World, event: StoreRequested) -> StorePlan:
     stop = missing[room] if lacking else len(keys)
     del missing[room:]
     job, grants = _grant(world, pool, event, missing)
-    touch(world, pool, keys)
+    if present or world.tiers:
+        touch(world, pool, keys)
     _offer_again(world, event, present)
     counters.present_blocks += bisect_left(present, stop)
     retry = False
@@ -81,15 +86,15 @@ def _is_orphan(world: World, parent: BlockKey, first: BlockKey) -> bool:
 
 def _sort(world: World, keys: Sequence[BlockKey], *, repeats: bool) -> tuple[list[int], list[int]]:
     """Positions that need a slot, and positions that are READY or FILLING. A repeated key needs one slot."""
-    get = world.blocks.get
     missing: list[int] = []
     present: list[int] = []
-    for index, key in enumerate(keys):
-        block = get(key)
-        if block is None or block.state is ABSENT:
-            missing.append(index)
-        else:
-            present.append(index)
+    if world.blocks.keys().isdisjoint(keys):
+        missing += range(len(keys))
+    else:
+        get = world.blocks.get
+        for index, key in enumerate(keys):
+            block = get(key)
+            (missing if block is None or block.state is ABSENT else present).append(index)
     if repeats:
         missing = sorted({keys[index]: index for index in reversed(missing)}.values())
     return missing, present
@@ -97,19 +102,14 @@ def _sort(world: World, keys: Sequence[BlockKey], *, repeats: bool) -> tuple[lis
 
 def _grant(world: World, pool: Pool, event: StoreRequested, granted: list[int]) -> tuple[int, tuple[Grant, ...]]:
     """Records, chain links and slots for these positions; the job (0: none) and its grants."""
-    keys, parent = event.keys, event.parent
     if not granted:
         return 0, ()
-    blocks: list[Block] = []
-    for index in granted:
-        block = block_of(world, keys[index], pool.index)
-        if block.parent is None:
-            learn_parent(world, block, keys[index - 1] if index else parent)
-        blocks.append(block)
+    blocks = records_of(world, pool, event.keys, granted, event.parent)
     slots = grant_all(world, pool, blocks)
     job = StoreJob(world.next_id(), pool.index, blocks, slots)
     world.stores[job.job] = job
-    return job.job, tuple(map(Grant._make, zip(granted, [block.key for block in blocks], slots, strict=True)))
+    items = zip(granted, [block.key for block in blocks], slots, strict=True)
+    return job.job, tuple(map(tuple.__new__, repeat(Grant), items))
 
 
 def _offer_again(world: World, event: StoreRequested, present: Sequence[int]) -> None:
@@ -153,17 +153,14 @@ def tell_policies(world: World, block: Block) -> None:
 
 def admit_runs(pool: Pool, blocks: Sequence[Block]) -> None:
     """Tell the policy of new residents, one call for each contiguous run."""
-    run: list[BlockKey] = []
-    parent: BlockKey | None = None
-    for block in blocks:
-        if run and block.parent == run[-1]:
-            run.append(block.key)
-            continue
-        if run:
-            pool.policy.admit(run, parent)
-        run, parent = [block.key], block.parent
-    if run:
-        pool.policy.admit(run, parent)
+    keys = [block.key for block in blocks]
+    parents = [block.parent for block in blocks]
+    if parents[1:] == keys[:-1]:
+        cuts = [0, len(keys)] if keys else []
+    else:
+        cuts = [i for i in range(len(keys)) if not i or parents[i] != keys[i - 1]] + [len(keys)]
+    for first, end in pairwise(cuts):
+        pool.policy.admit(keys[first:end], parents[first])
 
 
 # -- eviction ---------------------------------------------------------------------------------------------------------
@@ -189,16 +186,18 @@ def make_free(
     have = len(pool.free) - floor
     if have >= n:
         return n
+    if len(pool.free) + pool.busy == pool.spec.slots:
+        return max(0, have)
     owing = demotion.owes(world)
-    spared = _spared(world, pool, own, False, owing, also_spared)
-    have += _evict(world, pool, n - have, spared)
+    spared = _spared(world, pool, own, False, also_spared)
+    have += _evict(world, pool, n - have, spared, spare_owed=owing)
     if have < n and flow_through:
-        spared = _spared(world, pool, own, True, owing, also_spared)
-        have += _evict(world, pool, n - have, spared)
+        spared = _spared(world, pool, own, True, also_spared)
+        have += _evict(world, pool, n - have, spared, spare_owed=owing)
     if have < n and world.tiers and pool.policy.leaf_first:
         have += _evict_backed(world, pool, n - have, spared)
     if have < n and owing and not spare_owed:
-        have += _evict(world, pool, n - have, _spared(world, pool, own, flow_through, False, also_spared))
+        have += _evict(world, pool, n - have, spared, spare_owed=False)
     return max(0, min(n, have))
 
 
@@ -207,10 +206,9 @@ def _spared(
     pool: Pool,
     own: Container[BlockKey],
     own_may_go: bool,
-    spare_owed: bool,
     also_spared: Callable[[Block], bool] | None,
 ) -> Callable[[BlockKey], bool]:
-    """Tells which blocks a pass of eviction leaves alone."""
+    """Tells which blocks a pass of eviction leaves alone, whatever may be owed to whom."""
     blocks, loads, demotes = world.blocks, pool.loads, pool.demotes
 
     def spared(key: BlockKey) -> bool:
@@ -220,20 +218,31 @@ def _spared(
             return True
         if key in own and (not own_may_go or block.copies == 1):
             return True
-        if also_spared is not None and also_spared(block):
-            return True
-        # Owed to a slow tier but held by another is not lost: the slow one must not keep the slot from the fast one.
-        return spare_owed and block.copies == 1 and demotion.owed_somewhere(world, block)
+        return also_spared is not None and also_spared(block)
 
     return spared
 
 
-def _evict(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool]) -> int:
-    """Evict up to ``n`` blocks that the policy names; how many went."""
+def _evict(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool], *, spare_owed: bool) -> int:
+    """Evict up to ``n`` blocks that the policy names; how many went. Passes over ``PASS_MAX`` others at most."""
+    blocks = world.blocks
     inner: set[BlockKey] = set()
-    went = 0
-    while went < n:
-        named = pool.policy.victims(n - went, (lambda key: key in inner or spared(key)) if inner else spared)
+    passed = went = 0
+
+    def stays(key: BlockKey) -> bool:
+        return spared(key) or key in inner or (spare_owed and _is_owed(world, blocks[key]))
+
+    def protected(key: BlockKey) -> bool:
+        nonlocal passed
+        if not stays(key):
+            return False
+        passed += 1
+        return passed <= PASS_MAX  # past it any answer will do that ends the search
+
+    while went < n and passed <= PASS_MAX:
+        named = pool.policy.victims(n - went, protected)
+        if passed > PASS_MAX:
+            named = [key for key in named if not stays(key)]
         gone = drop(world, pool, named, leaves_only=pool.policy.leaf_first)
         went += len(gone)
         if len(gone) == len(named):
@@ -241,6 +250,11 @@ def _evict(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool])
         # Named by a policy that cannot see their children: those are FILLING, or in another tier alone.
         inner.update(set(named).difference(gone))
     return went
+
+
+def _is_owed(world: World, block: Block) -> bool:
+    """Evicted now, it would be lost for a tier. Not if another holds it: a slow tier must not keep a slot from a fast one."""
+    return block.copies == 1 and demotion.owed_somewhere(world, block)
 
 
 def _evict_backed(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool]) -> int:

@@ -103,6 +103,8 @@ class Driver:
         # The one task without a group: it is the group's own.
         self._root = self._loop.create_task(self._supervise(entered), name="tiering-driver")
         await asyncio.shield(entered)
+        if self._stopped.is_set() or self._closing is not None:
+            raise ClosedError("the driver was closed while it opened")
         self._drain()
         return await self._each(lambda tier: tier.open(namespace), None)
 

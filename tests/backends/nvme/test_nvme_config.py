@@ -165,6 +165,20 @@ async def test_damaged_manifest(tmp_path: Path, text: str) -> None:
     assert '"model": "m"' in manifest.read_text()
 
 
+async def test_files_that_this_user_may_not_use(tmp_path: Path) -> None:
+    """row 36: root may always, so the refusal is injected."""
+    async with rig.opened(tmp_path) as backend:
+        await rig.store(backend, [key_of(1)])
+
+    def refuse(op: str, path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    backend = NvmeBackend(rig.config(tmp_path), io=rig.HookedIO(refuse))
+    with pytest.raises(ConfigError, match=r"path: .*\.seg: Permission denied; give this user the right"):
+        await backend.open(rig.namespace())
+    await backend.aclose(1)
+
+
 async def test_failed_open_leaves_nothing_behind(tmp_path: Path) -> None:
     """After each of its system calls failed once, the directory can be opened, and no descriptor leaked."""
     open_files = len(os.listdir("/proc/self/fd"))

@@ -9,4 +9,14 @@ from tiering.testing.simulation.medium import Medium, Stored
 from tiering.testing.simulation.run import Result, Simulation, simulate
 from tiering.testing.simulation.scenario import Scenario, scenario
 
-__all__ = ["Injector", "Medium", "Result", "Scenario", "Simulation", "SimulationFailure", "Stored", "scenario", "simulate"]
+__all__ = [
+    "Injector",
+    "Medium",
+    "Result",
+    "Scenario",
+    "Simulation",
+    "SimulationFailure",
+    "Stored",
+    "scenario",
+    "simulate",
+]

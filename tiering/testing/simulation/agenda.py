@@ -14,7 +14,7 @@ STILL_STEPS_MAX: Final = 20_000
 """So much may happen at one instant; beyond it something answers itself for ever."""
 
 
-class SimulationFailure(Exception):  # noqa: N818 - it is what was found, not what went wrong in the simulator
+class SimulationFailure(Exception):
     """The simulation found something that must not be."""
 
 

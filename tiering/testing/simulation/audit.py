@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from tiering.core.demotion import NO_ROOM
-from tiering.core.state import Pool
+from tiering.core.state import Block, Pool, Tier, World
 from tiering.core.transitions import CellState, PrimaryState
 from tiering.testing.simulation import callers
 from tiering.testing.simulation.medium import OUT_OF_MEMORY
@@ -26,9 +26,9 @@ class Do(Protocol):
 
 def tiers_are_back(process: Process) -> None:
     """Row 9: a tier that works again is used again."""
-    for lane in process.lanes:
-        if lane.state is not TierState.UP:
-            fail(f"tier {lane.name} works, and is {lane.state.value}")
+    for lane, tier in zip(process.lanes, process.core.world.tiers, strict=True):
+        if lane.state is not TierState.UP or tier.state is not TierState.UP:
+            fail(f"tier {lane.name} works, and is {lane.state.value}; the core takes it for {tier.state.value}")
 
 
 def drained(process: Process) -> None:
@@ -52,14 +52,15 @@ def drained(process: Process) -> None:
     for pool in world.pools:
         held = sum(block is not None for block in pool.owner)
         if pool.busy or len(pool.free) + held != pool.spec.slots:
-            fail(f"pool {pool.index}: {pool.busy} slots busy, {len(pool.free)} free and {held} held of {pool.spec.slots}")
+            fail(f"pool {pool.index}: {pool.busy} of {pool.spec.slots} slots busy, {len(pool.free)} free, {held} held")
     for tier in world.tiers:
-        if tier.lent_bytes or tier.asking or tier.deleting_bytes:
-            fail(f"tier {tier.spec.name}: {tier.lent_bytes} bytes lent, {tier.asking} keys asked, {tier.deleting_bytes} bytes leaving")
+        name, flying = tier.spec.name, (tier.lent_bytes, tier.asking, tier.deleting_bytes)
+        if any(flying):
+            fail(f"tier {name}: at rest there are still (bytes lent, keys asked, bytes leaving) {flying}")
         if tier.owed:
-            fail(f"tier {tier.spec.name}: {len(tier.owed)} blocks are owed, and nothing is under way")
+            fail(f"tier {name}: {len(tier.owed)} blocks are owed, and nothing is under way")
         if tier.room_bytes is not None and tier.used_bytes > tier.room_bytes:
-            fail(f"tier {tier.spec.name}: {tier.used_bytes} bytes used of {tier.room_bytes}")
+            fail(f"tier {name}: {tier.used_bytes} bytes used of {tier.room_bytes}")
 
 
 def flushed(process: Process, lost: Mapping[str, int]) -> None:
@@ -69,15 +70,46 @@ def flushed(process: Process, lost: Mapping[str, int]) -> None:
         why = set(tier.parked.values()) - {NO_ROOM, OUT_OF_MEMORY}
         if why:
             fail(f"tier {lane.name}: blocks stay owed after a flush, though nothing fails: {why}")
+        if tier.spec.demote_rule == "on_store" and tier.room_bytes is None:
+            _has_all(process, tier)
         if lost.get(lane.name) and tier.room_bytes is None and not tier.parked:
             fail(f"tier {lane.name}: the flush lost {lost[lane.name]} blocks, though nothing fails and there is room")
 
 
-def stuck(pool: Pool) -> int:
-    """Idle blocks that no eviction may take: the policy keeps what has a child in some tier, if it is the last copy."""
+def _has_all(process: Process, tier: Tier) -> None:
+    """An unbounded tier has all that was stored, and all that came from a farther one, or has said that it is full."""
+    world = process.core.world
+    limit = tier.spec.capabilities.value_bytes_max
+    for pool in world.pools:
+        if limit is not None and pool.spec.payload_bytes > limit:
+            continue
+        for slot, block in enumerate(pool.owner):
+            if block is None or block.key in tier.parked:
+                continue
+            source, _ = process.watch.source.get((pool.index, slot), ("", 0))
+            if source and world.tier_index[source] <= tier.index:
+                continue
+            cell = block.cells[tier.index]
+            if cell is None or cell.state is not CellState.PRESENT:
+                fail(f"tier {tier.spec.name}: block {block.key.hex()} should be there, and is not even owed")
+
+
+def stuck(world: World, pool: Pool) -> int:
+    """Blocks that no eviction may take: last copies with a child, or one behind it, in another tier (``leaf_first``)."""
     if not pool.policy.leaf_first:
         return 0
-    return sum(block is not None and block.copies == 1 and block.children > 0 for block in pool.owner)
+    children: dict[BlockKey, list[Block]] = {}
+    for block in world.blocks.values():
+        if block.copies and block.parent is not None:
+            children.setdefault(block.parent, []).append(block)
+
+    def stays(block: Block) -> bool:
+        if block.state is PrimaryState.ABSENT or block.copies > 1:
+            return True
+        return any(stays(child) for child in children.get(block.key, ()))
+
+    owners = [block for block in pool.owner if block is not None and block.copies == 1]
+    return sum(stays(block) for block in owners)
 
 
 def read_back(keys: Sequence[BlockKey], match: PrefixMatch | None, n: int, reads: int, failed: int) -> None:
@@ -96,11 +128,11 @@ def takes_new_blocks(process: Process, do: Do) -> None:
     """Rows 2, 3 and 29: at rest the whole primary tier is room for a new prefix."""
     for pool in process.core.world.pools:
         keys = [hashlib.blake2b(bytes([pool.index, n]), digest_size=6).digest() for n in range(pool.spec.slots)]
-        before = stuck(pool)
+        before = stuck(process.core.world, pool)
         deadline_s = process.agenda.now_s + 60
         done = do(callers.store(process, pool.index, keys, None, deadline_s, patient=True))
         if done < len(keys) - before:
-            fail(f"pool {pool.index}: of a new prefix of {len(keys)} blocks {done} were stored, in {pool.spec.slots} idle slots")
+            fail(f"pool {pool.index}: {done} blocks of a new prefix of {len(keys)} were stored, in as many idle slots")
     drained(process)
 
 
@@ -127,7 +159,8 @@ def found_again(process: Process) -> None:
         there = {key for epoch, key in lane.medium.kept if epoch == process.epoch}
         if known != there:
             fail(f"tier {lane.name}: after a restart {len(known)} blocks are known, {len(there)} are there")
-        if tier.used_bytes != lane.medium.occupied_bytes():
-            fail(f"tier {lane.name}: after a restart {tier.used_bytes} bytes are accounted, {lane.medium.occupied_bytes()} are there")
+        occupied = lane.medium.occupied_bytes()
+        if tier.used_bytes != occupied:
+            fail(f"tier {lane.name}: after a restart {tier.used_bytes} bytes are accounted, {occupied} are there")
     if any(block.state is not PrimaryState.ABSENT for block in world.blocks.values()):
         fail("after a restart the primary tier is not empty")

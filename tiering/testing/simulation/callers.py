@@ -77,24 +77,16 @@ def store(
         assert isinstance(plan, ev.StorePlan)
         yield from fill(process, pool, plan)
         done += plan.stop
-        if plan.stop == len(rest):
-            break
-        if not plan.retry:
+        if plan.stop == len(rest) or not plan.retry:
             break
         if not (yield Until(process.freed, seen, deadline_s)):
             if turn == process.resets:
-                yield from _slept_through(process, pool, keys[done:], before)
+                again = process.handle(ev.StoreRequested(process.agenda.now_s, pool, rest, before, patient=True))
+                assert isinstance(again, ev.StorePlan)
+                if again.grants:
+                    fail(f"a store was told to wait for slots, and {len(again.grants)} came free without a word")
             break
     return done
-
-
-def _slept_through(process: Process, pool: int, keys: Sequence[BlockKey], before: BlockKey | None) -> Steps[None]:
-    """Nobody woke the caller in time. Then there was no reason to: still nothing is granted."""
-    plan = process.handle(ev.StoreRequested(process.agenda.now_s, pool, tuple(keys), before, patient=True))
-    assert isinstance(plan, ev.StorePlan)
-    if plan.grants:
-        fail(f"a store was told to wait for slots, and {len(plan.grants)} came free without a word")
-    yield 0.0
 
 
 def fill(process: Process, pool: int, plan: ev.StorePlan) -> Steps[None]:

@@ -63,9 +63,7 @@ class Call:
                 self.heads.append(self.arena.read((item.pool, item.slot))[:HALF_BYTES])
                 medium.start_store((epoch, item.key), self._stored_bytes(medium, item.pool))
 
-    def land(
-        self, medium: Medium, epoch: str, now_s: float, inject: Injector, *, failed: bool
-    ) -> tuple[Outcome, ...]:  # fmt: skip
+    def land(self, medium: Medium, epoch: str, now_s: float, inject: Injector, *, failed: bool) -> tuple[Outcome, ...]:
         """Do it, and let go of the slots. ``failed``: the call as a whole, before it did anything."""
         command = self.command
         verdict = self.verdict or (Outcome.failed("injected: whole call") if failed else None)
@@ -74,18 +72,16 @@ class Call:
         if isinstance(command, Delete):
             return tuple(verdict or medium.delete(epoch, key, now_s) for key in command.keys)
         if isinstance(command, Promote):
-            return tuple(
-                self._load(medium, epoch, item.key, (item.pool, item.slot), verdict) for item in command.items
-            )  # fmt: skip
+            return tuple(self._load(medium, epoch, item.key, (item.pool, item.slot), verdict) for item in command.items)
         outcomes = []
-        for (key, block) in self._blocks(medium, now_s):
+        for key, block in self._blocks(medium, now_s):
             medium.end_store((epoch, key), block.stored_bytes)
             outcomes.append(verdict or medium.store((epoch, key), block))
         return tuple(outcomes)
 
     def _load(
         self, medium: Medium, epoch: str, key: BlockKey, place: tuple[int, int], verdict: Outcome | None
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         if verdict is not None:
             return verdict
         outcome, payload = medium.load((epoch, key))

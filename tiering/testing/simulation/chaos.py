@@ -33,8 +33,8 @@ class Chaos:
             "outage": lambda: self._outage("refuses"),
             "hung_outage": lambda: self._outage("hangs"),
             "full": self._full,
-            "crash": lambda: sim.crash(self._epoch()),
-            "power_loss": lambda: sim.crash(self._epoch(), power_loss=True),
+            "crash": lambda: self._crash(power_loss=False),
+            "power_loss": lambda: self._crash(power_loss=True),
             "reset": self._reset,
             "flipped": self._flip,
             "vanished": self._vanish,
@@ -50,6 +50,8 @@ class Chaos:
     def end(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        for medium in self._sim.mediums.values():
+            medium.trap = None
 
     def _arm(self, kind: str, rate: float) -> None:
         def act() -> None:
@@ -61,12 +63,27 @@ class Chaos:
         self._timers[kind] = self._sim.agenda.after(self._dice.expovariate(rate), act)
 
     def _epoch(self) -> str:
-        """Of the weights that somebody brings: often the same again."""
-        return self._dice.choice([self._sim.process.epoch, *EPOCHS])
+        """Of the weights that somebody brings: mostly the same again."""
+        return self._sim.process.epoch if self._dice.random() < 0.6 else self._dice.choice(EPOCHS)
 
     def _medium(self) -> Medium | None:
         mediums = list(self._sim.mediums.values())
         return self._dice.choice(mediums) if mediums else None
+
+    def _crash(self, *, power_loss: bool) -> None:
+        """Now, or, which is worse, while the next store is under way."""
+
+        def crash() -> None:
+            self._sim.crash(self._epoch(), power_loss=power_loss)
+
+        disks = [m for m in self._sim.mediums.values() if m.spec.capabilities.persistent and not m.shared]
+        if not disks or self._dice.random() < 0.3:
+            crash()
+        else:
+            self._dice.choice(disks).trap = lambda: self._arm_once(crash)
+
+    def _arm_once(self, act: Callable[[], None]) -> None:
+        self._timers["trap"] = self._sim.agenda.after(self._sim.inject.latency_s(1e-4), act)
 
     # -- callers
 

@@ -137,9 +137,7 @@ class Lane:
         if side is self.reads:
             return calls[0] if calls else None
         held = side.breaker.state is BreakerState.HALF_OPEN and any(c.kind == "demote" for c in side.running.values())
-        return next(
-            (c for c in calls if c.kind == "delete"), next((c for c in calls if not held), None)
-        )  # fmt: skip
+        return next((c for c in calls if c.kind == "delete"), next((c for c in calls if not held), None))
 
     def _start(self, side: Side, call: Call) -> None:
         side.running[call.op] = call
@@ -224,9 +222,7 @@ class Lane:
         else:
             if not self._stuck(self.writes):
                 self.writes.breaker.half_open(self._agenda.now_s + TICK_S)
-            self._move(
-                TierState.DEGRADED if self.writes.breaker.state is BreakerState.OPEN else TierState.UP
-            )  # fmt: skip
+            self._move(TierState.DEGRADED if self.writes.breaker.state is BreakerState.OPEN else TierState.UP)
         self._arm()
 
     def _move(self, state: TierState) -> None:
@@ -326,6 +322,7 @@ class Lane:
         self._trial_runs = False
         if self.state is not TierState.ABANDONED:
             self._opening = True
+            self._arm()
             self._move(TierState.OPENING)
 
     def reopen(self, epoch: str) -> None:

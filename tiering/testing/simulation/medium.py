@@ -58,6 +58,8 @@ class Medium:
         """Least recently stored first."""
         self.waiting: list[Callable[[], None]] = []
         """Calls that hang until the outage is over."""
+        self.trap: Callable[[], None] | None = None
+        """Goes off when the next store starts: faults that are to hit a store under way."""
         self._inject = inject
         self._server_blocks_max = server_blocks_max
         self._server_evicts = server_evicts
@@ -99,6 +101,9 @@ class Medium:
 
     def start_store(self, name: Name, stored_bytes: int) -> None:
         self._writing.append((name, stored_bytes))
+        trap, self.trap = self.trap, None
+        if trap is not None:
+            trap()
 
     def end_store(self, name: Name, stored_bytes: int) -> None:
         """The store was not done, or will be done in this very step."""

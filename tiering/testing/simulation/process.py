@@ -8,7 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 from tiering.core import events as ev
-from tiering.core.commands import Cancel, Command, Delete, Demote, FlushDone, JobDone, Probe, Promote, RestoreDue, SlotsFreed
+from tiering.core.commands import (
+    Cancel,
+    Command,
+    Delete,
+    Demote,
+    FlushDone,
+    JobDone,
+    Probe,
+    Promote,
+    RestoreDue,
+    SlotsFreed,
+)
 from tiering.core.invariants import check
 from tiering.core.journal import Journal
 from tiering.core.lookup import LookupResult
@@ -20,7 +31,7 @@ from tiering.testing.simulation.injection import Injector
 from tiering.testing.simulation.lane import Lane, LanePlan
 from tiering.testing.simulation.medium import Medium
 from tiering.testing.simulation.watch import Tally, Watch, fail
-from tiering.types import BlockKey, TierState
+from tiering.types import BlockKey
 
 JOURNAL_EVENTS_MAX: Final = 200_000
 HANDOVER_S: Final = 1e-5

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from tiering.api import BackendCapabilities, EvictionPolicy
-from tiering.core.state import CoreSpec, DemoteRule, PoolSpec, TierSpec
+from tiering.api import BackendCapabilities
+from tiering.core.state import CoreSpec, DemoteRule, PolicyFactory, PoolSpec, TierSpec
 from tiering.policies import ARCPolicy, LRUPolicy, PrefixPolicy
 from tiering.testing.simulation.injection import CALL_RATES, EVENT_RATES
 from tiering.testing.simulation.lane import LanePlan
@@ -23,6 +23,7 @@ CAPABILITIES: Final[Mapping[str, BackendCapabilities]] = {
     "redis": BackendCapabilities(persistent=True, shared=True, exclusive=False),
     "bucket": BackendCapabilities(persistent=True, shared=True, exclusive=False, can_delete=False),
 }
+POLICIES: Final[tuple[PolicyFactory, ...]] = (PrefixPolicy, PrefixPolicy, LRUPolicy, ARCPolicy)
 EPOCHS: Final = ("weights-1", "weights-2", "weights-3")
 KIND_ON: Final = 0.4
 """Probability that a kind of fault is switched on: few at a time find what all at once would hide."""
@@ -50,7 +51,7 @@ class Scenario:
 def scenario(seed: int) -> Scenario:
     """The same for the same seed, everywhere."""
     dice = Random(f"{seed}/scenario")
-    default = dice.choice([PrefixPolicy, PrefixPolicy, LRUPolicy, ARCPolicy])
+    default = dice.choice(POLICIES)
     pools = tuple(_pool(dice, default) for _ in range(dice.choice([1, 1, 1, 2])))
     names = dice.sample(sorted(CAPABILITIES), dice.choice([0, 1, 1, 2, 2, 2, 3]))
     tiers = tuple(_tier(dice, name, default, pools) for name in names)
@@ -60,7 +61,7 @@ def scenario(seed: int) -> Scenario:
         load_bytes_per_request_max=dice.choice([1, 3, 8, 64]) * pools[0].payload_bytes,
         probe_keys_max=dice.choice([2, 16, 1024]),
         verdict_ttl_s=dice.choice([0.05, 0.5, 2.0]),
-        verdicts_max=dice.choice([16, 64, 1024]),
+        verdicts_max=dice.choice([128, 1024]),
         restore=dice.random() < 0.9,
         restore_pause_s=0.05,
     )
@@ -68,17 +69,17 @@ def scenario(seed: int) -> Scenario:
     servers = {name: (dice.choice([5, 30, 200]), dice.random() < 0.7) for name in names}
     rates: dict[str, float] = {}
     if dice.random() >= CALM:
-        rates = {kind: rate for kind, rate in (CALL_RATES | EVENT_RATES).items() if dice.random() < KIND_ON}
+        rates = {kind: rate for kind, rate in {**CALL_RATES, **EVENT_RATES}.items() if dice.random() < KIND_ON}
     return Scenario(seed, core, lanes, servers, rates, dice.randint(1, 6), dice.choice([0.0, 0.005, 0.05]))
 
 
-def _pool(dice: Random, policy: type[EvictionPolicy]) -> PoolSpec:
+def _pool(dice: Random, policy: PolicyFactory) -> PoolSpec:
     slots = dice.choice([2, 3, 4, 6, 8, 12, 16, 24])
     payload_bytes = dice.choice([4096, 4096, 1000, 8192])
     return PoolSpec(slots, payload_bytes, 16, dice.randint(0, min(2, slots - 1)), policy)
 
 
-def _tier(dice: Random, name: str, policy: type[EvictionPolicy], pools: tuple[PoolSpec, ...]) -> TierSpec:
+def _tier(dice: Random, name: str, policy: PolicyFactory, pools: tuple[PoolSpec, ...]) -> TierSpec:
     caps = CAPABILITIES[name]
     sizes = [pool.payload_bytes for pool in pools]
     if name == "bucket" and dice.random() < 0.3:
@@ -91,7 +92,7 @@ def _tier(dice: Random, name: str, policy: type[EvictionPolicy], pools: tuple[Po
         dice.choice(rules),
         dice.choice([1, 2, 4, 16]) * max(sizes),
         dice.choice([1, 2, 4, 8]),
-        dice.choice([policy, policy, PrefixPolicy, LRUPolicy, ARCPolicy]),
+        dice.choice((policy, policy, *POLICIES)),
         min(sizes),
     )
 

@@ -14,13 +14,14 @@ from typing import Final, TypeAlias
 from tiering.core import events as ev
 from tiering.core.commands import Cancel, Command, Delete, Demote, IoCommand, JobDone, Probe, Promote, Touch
 from tiering.core.machine import Reply, TieringCore
+from tiering.core.stores import NO_SLOT
 from tiering.core.transitions import PrimaryState, SlotState
 from tiering.testing.simulation.agenda import SimulationFailure
 from tiering.testing.simulation.contents import Arena, Place, content
 from tiering.types import BlockKey, Outcome, OutcomeCode, TierState
 
-ITEMS_PER_BLOCK_MAX: Final = 40
-"""Blocks in commands, for each block that a caller named or a tier told of: more is a storm."""
+ITEMS_PER_BLOCK_MAX: Final = 10
+"""Blocks in commands, for each block that a caller named or a tier told of: more is a storm. Sound runs stay below 2."""
 
 At: TypeAlias = tuple[str, BlockKey]
 """(tier, key)."""
@@ -96,7 +97,7 @@ class Watch:
         self._deleted: dict[At, int] = {}
         self._busy: Counter[tuple[str, str, BlockKey]] = Counter()
         """(kind, tier, key) in flight since the last reset."""
-        self._source: dict[Place, tuple[str, int]] = {}
+        self.source: dict[Place, tuple[str, int]] = {}
         """Which tier a slot's block was promoted from, and when."""
         self._lent_bytes: Counter[str] = Counter()
         self.books = _Books()
@@ -144,6 +145,8 @@ class Watch:
             case ev.StoreRequested() | ev.RestoreRequested():
                 assert isinstance(reply, ev.StorePlan)
                 self._store_planned(event, reply)
+                if isinstance(event, ev.StoreRequested) and reply.refused == NO_SLOT:
+                    self._refused(event, reply, commands)
             case ev.LoadRequested():
                 assert isinstance(reply, ev.LoadPlan)
                 self._load_planned(event, reply)
@@ -196,23 +199,23 @@ class Watch:
             pool = event.pool if isinstance(event, ev.StoreRequested) else hold.pool if hold else 0
             places.append((pool, grant.slot))
             self._arena.start_write((pool, grant.slot), f"store job {plan.job}")
-            self._source.pop((pool, grant.slot), None)
+            self.source.pop((pool, grant.slot), None)
             if keys and not (grant.index < plan.stop and keys[grant.index] == grant.key):
                 fail(f"store job {plan.job}: grant {grant} is not of the head that was asked for")
         if plan.job:
             self._stores[plan.job] = (places, self._turn)
-        if isinstance(event, ev.StoreRequested) and plan.stop < len(keys) and not plan.refused.startswith("orphan"):
-            self._refused(event, plan)
 
-    def _refused(self, event: ev.StoreRequested, plan: ev.StorePlan) -> None:
+    def _refused(self, event: ev.StoreRequested, plan: ev.StorePlan, commands: Sequence[Command]) -> None:
         """Rows 3 and 29: what fits is stored, and nothing is refused while idle blocks may go."""
         pool = self._core.world.pools[event.pool]
         if pool.free:
             fail(f"a store is refused at {plan.stop} of {len(event.keys)}, with {len(pool.free)} slots free")
+        if event.patient or any(isinstance(command, Delete) for command in commands):
+            return  # blocks that are still owed are spared; and a child that leaves its tier was there a moment ago
         own = {*event.keys, event.parent}
         for slot, block in enumerate(pool.owner):
             idle = pool.states[slot] is SlotState.HELD and not (pool.loads[slot] or pool.demotes[slot])
-            if event.patient or block is None or not idle or block.key in own:
+            if block is None or not idle or block.key in own:
                 continue
             if not pool.policy.leaf_first or block.copies > 1 or not block.children:
                 fail(f"a store is refused while block {block.key.hex()} is idle and may go")
@@ -275,7 +278,7 @@ class Watch:
             self._free_of(command, item.key, "demote", "delete")
             place = item.pool, item.slot
             self._arena.start_write(place, f"promotion {command.op}")
-            self._source.pop(place, None)
+            self.source.pop(place, None)
 
     def _demote(self, command: Demote, state: TierState) -> None:
         spec = self._specs[command.tier]
@@ -284,7 +287,7 @@ class Watch:
         for item in command.items:
             place = item.pool, item.slot
             self._free_of(command, item.key, "demote", "delete")
-            tier, promoted = self._source.get(place, ("", 0))
+            tier, promoted = self.source.get(place, ("", 0))
             if tier == command.tier and self._deleted.get((tier, item.key), -1) < promoted:  # row 30
                 fail(f"{command}: {item.key.hex()} came from there")
             self._arena.start_read(place, f"demotion {command.op}")
@@ -327,7 +330,7 @@ class Watch:
         if outcome.ok:
             if not seen.overdue:
                 self.books.promoted += 1
-                self._source[place] = at[0], seen.serial
+                self.source[place] = at[0], seen.serial
         elif outcome.code is not OutcomeCode.CANCELLED:
             self._tally.reads_failed += 1
             self._doubt(at, seen)
