@@ -17,7 +17,7 @@ from tiering.build import Parts
 from tiering.core import events as ev
 from tiering.core.commands import FlushDone
 from tiering.errors import TieringError
-from tiering.runtime.gate import KEYS_PER_HOLD_MAX
+from tiering.runtime.gate import KEYS_PER_HOLD_MAX, STORE_KEYS_PER_HOLD_MAX
 from tiering.runtime.waiting import Pulse, outlast, wait_until
 from tiering.support.blocking import run_blocking
 from tiering.types import BlockKey, FlushReport, Outcome, PrefixMatch
@@ -54,7 +54,7 @@ async def store_run(
         if parts.gate.epoch != epoch:
             return [RESET] * len(keys), 0
         start = len(outcomes)
-        chunk = keys[start : start + KEYS_PER_HOLD_MAX]
+        chunk = keys[start : start + STORE_KEYS_PER_HOLD_MAX]
         seen = parts.freed.beats
         request = ev.StoreRequested(parts.clock.now(), pool, chunk, keys[start - 1] if start else parent, patient=True)
         plan = parts.gate.handle(request)

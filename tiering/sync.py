@@ -10,7 +10,7 @@ from tiering import flows
 from tiering.build import Parts
 from tiering.core import events as ev
 from tiering.errors import ShapeError
-from tiering.runtime.gate import KEYS_PER_HOLD_MAX, check_keys
+from tiering.runtime.gate import KEYS_PER_HOLD_MAX, STORE_KEYS_PER_HOLD_MAX, check_keys
 from tiering.types import BlockKey, Outcome, PrefixMatch
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class SyncFace:
     def plan_store(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None, group: int = 0) -> ev.StorePlan:
         """Slots for the longest head of ``keys`` that fits now. Fill them, then ``complete(plan.job, outcomes)``.
 
-        Looks at no more than 2,048 keys a call; ``plan.stop`` tells where it stopped: call again from there.
+        Looks at no more than 512 keys a call; ``plan.stop`` tells where it stopped: call again from there.
         """
         parts = self._parts(group)
-        head = _head(keys)
+        head = _head(keys, STORE_KEYS_PER_HOLD_MAX)
         if parent is not None:
             check_keys((parent,), "parent")
         plan = parts.gate.handle(ev.StoreRequested(parts.clock.now(), group, head, parent))
@@ -75,7 +75,7 @@ class SyncFace:
         at no more than 2,048 keys a call.
         """
         parts = self._parts(group)
-        plan = parts.gate.handle(ev.LoadRequested(parts.clock.now(), group, _head(keys)))
+        plan = parts.gate.handle(ev.LoadRequested(parts.clock.now(), group, _head(keys, KEYS_PER_HOLD_MAX)))
         assert isinstance(plan, ev.LoadPlan)
         if not plan.done:
             self._open_loads[plan.job] = None
@@ -126,7 +126,7 @@ def _check_group(parts: Parts, group: int) -> None:
         raise ShapeError(f"group is {group}; the layout has groups 0..{len(parts.layout.groups) - 1}")
 
 
-def _head(keys: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-    head = tuple(keys[:KEYS_PER_HOLD_MAX])
+def _head(keys: Sequence[BlockKey], keys_max: int) -> tuple[BlockKey, ...]:
+    head = tuple(keys[:keys_max])
     check_keys(head, "keys")
     return head

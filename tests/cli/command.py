@@ -45,10 +45,12 @@ def run(*words: str | Path, cwd: Path, program: tuple[str, ...] = (COMMAND,), **
 
 
 @contextmanager
-def started(*words: str | Path, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *words: str | Path, cwd: Path, program: tuple[str, ...] = (COMMAND,), **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     """The real command while it runs; killed at the end if it still does."""
     with subprocess.Popen(
-        [COMMAND, *map(str, words)],
+        [*program, *map(str, words)],
         cwd=cwd,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,

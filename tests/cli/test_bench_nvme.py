@@ -60,7 +60,7 @@ def test_too_small_a_disk_is_told_before_anything_is_written(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ended_early_it_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with started("bench", "nvme", cwd=tmp_path) as process:
+    with started("bench", "nvme", "--pairs", "1000", cwd=tmp_path, program=WITH_FEW_BYTES) as process:
         until(lambda: any(tmp_path.glob("*/ours-*/*/segments/*")))
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.core.worlds import (
@@ -17,8 +19,11 @@ from tests.core.worlds import (
     shared,
     spec_of,
 )
+from tiering.core import events as ev
 from tiering.core.commands import Demote, FlushDone, Probe, Promote
+from tiering.core.demotion import HOPELESS_MAX
 from tiering.core.events import FlushOverdue
+from tiering.policies.prefix import PrefixPolicy
 from tiering.types import Outcome, TierState
 
 
@@ -145,6 +150,7 @@ def test_batch_poisoned_by_one() -> None:
 
 def test_never_is_never() -> None:
     bench = Bench(spec_of(2, shared(rule="never")))
+    bench.put(chain(2))
     bench.put(chain(2))
     bench.release(bench.load(chain(2)).job)
     bench.put(chain(2, "x"))
@@ -287,6 +293,49 @@ def test_a_demotion_overtakes_a_question() -> None:
     assert bench.core.counters.stale_completions == 1
 
 
+def test_on_evict_looks_past_what_no_tier_took() -> None:
+    """Blocks that failed do not hide those behind them, as far as one look goes."""
+    bench = Bench(spec_of(8, exclusive(rule="on_evict")))
+    for n in range(8):
+        bench.put((b"%02d" % n,))
+    for n in range(6):
+        demote = bench.one(Demote)
+        assert keys_of(demote) == [b"%02d" % n]
+        bench.answer(demote, FAILED)
+        bench.store((b"07",))
+
+
+class CountingPolicy(PrefixPolicy):
+    """Counts how often it asked whether a block may go."""
+
+    asked = 0
+
+    def victims(self, n: int, protected: Callable[[bytes], bool]) -> list[bytes]:
+        def ask(key: bytes) -> bool:
+            CountingPolicy.asked += 1
+            return protected(key)
+
+        return super().victims(n, ask)
+
+
+def test_a_long_row_of_failures_costs_little() -> None:
+    """Each event looks at so many next victims at most, however many were refused."""
+    bench = Bench(spec_of(1200, exclusive(rule="on_evict", batch=1200), policy=CountingPolicy))
+    core = bench.core
+    for n in range(1200):
+        plan, _ = core.handle(ev.StoreRequested(0.0, 0, (b"%04d" % n,)))
+        assert isinstance(plan, ev.StorePlan)
+        core.handle(ev.StoreFinished(0.0, plan.job, (OK,)))
+    while ops := list(core.world.ops.values()):
+        for op in ops:
+            core.handle(ev.OpFinished(0.0, op.op, (FAILED,) * len(op.items)))
+        core.handle(ev.HoldRequested(0.0, 0, ()))
+    assert len(core.world.tiers[0].parked) >= HOPELESS_MAX
+    CountingPolicy.asked = 0
+    core.handle(ev.HoldRequested(0.0, 0, ()))
+    assert CountingPolicy.asked <= HOPELESS_MAX + 1200 // 8
+
+
 # -- flush ------------------------------------------------------------------------------------------------------------
 
 
@@ -317,8 +366,9 @@ def test_a_flush_offers_what_failed_once_more() -> None:
 
 
 def test_a_flush_does_not_wait_for_a_tier_that_is_down() -> None:
-    bench = Bench(spec_of(8, exclusive(queue=1), shared()))
+    bench = Bench(spec_of(8, exclusive(queue=1), shared(), shared("s3", rule="never")))
     bench.tier("redis", TierState.DOWN)
+    bench.tier("s3", TierState.DOWN)
     bench.put(chain(3))
     job = bench.flush()
     bench.tier("nvme", TierState.DOWN)

@@ -126,6 +126,16 @@ def test_a_no_is_believed_for_a_while() -> None:
         assert bench.one(Probe).keys == (b"a",)
 
 
+def test_a_no_that_is_over_is_asked_again_even_in_a_crowd() -> None:
+    """Forgetting is done a little at a time; a question does not wait for it."""
+    bench = Bench(spec_of(4, shared()))
+    bench.probe(chain(1000, "many"))
+    bench.drain(MISSING)
+    bench.now_s += bench.spec.verdict_ttl_s
+    bench.probe(chain(1000, "many"))
+    assert sum(len(command.keys) for command in bench.take(Probe)) == 1000
+
+
 def test_a_no_that_is_over_leaves_no_record() -> None:
     """Whatever is asked for and not found is forgotten, so that questions do not fill the memory."""
     bench = Bench(spec_of(4, shared()))
@@ -165,6 +175,33 @@ def test_found_blocks_are_not_remembered_for_ever_either() -> None:
     bench.drain(OK)
     bench.probe(())
     assert bench.has("redis") == set(chain(50)[40:])
+
+
+def test_forgetting_is_done_a_little_at_a_time() -> None:
+    bench = Bench(spec_of(2, shared(), verdicts_max=10))
+    bench.probe(chain(1000, "many"))
+    bench.drain(OK)
+    left = [len(bench.has("redis"))]
+    while len(bench.has("redis")) > 10:
+        bench.probe(())
+        left.append(len(bench.has("redis")))
+        assert left[-2] - left[-1] <= 512
+    assert len(left) > 1
+
+
+def test_what_is_forgotten_already_is_not_forgotten_twice() -> None:
+    bench = Bench(spec_of(1, shared(), verdicts_max=2))
+    bench.put((b"a",))
+    bench.drain()
+    for n in range(3):
+        bench.put((b"x%d" % n,))
+        bench.drain()
+        plan = bench.load((b"a",))
+        bench.drain(MISSING)
+        bench.release(plan.job)
+    bench.now_s += bench.spec.verdict_ttl_s
+    bench.probe(())
+    assert b"a" not in bench.core.world.blocks
 
 
 def test_a_block_that_came_back_is_not_forgotten() -> None:

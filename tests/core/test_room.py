@@ -190,6 +190,62 @@ def test_what_a_failed_store_left_goes_before_good_blocks() -> None:
     assert bench.has("nvme") == {b"good", b"new"}
 
 
+def test_only_as_much_as_is_needed_is_removed() -> None:
+    bench = Bench(spec_of(3, exclusive(room=3)))
+    for key in (b"a", b"b"):
+        bench.put((key,))
+        bench.answer(bench.one(Demote), FAILED)
+    bench.now_s += bench.spec.verdict_ttl_s
+    bench.tier("nvme", TierState.DEGRADED)
+    bench.put((b"x", b"y", b"z"))
+    bench.tier("nvme", TierState.UP)
+    delete = bench.one(Delete)
+    assert delete.keys == (b"a",)
+    bench.answer(delete)
+    bench.drain()
+    assert used(bench) == 3
+
+
+def test_what_is_being_read_is_not_removed_though_its_verdict_is_doubtful() -> None:
+    """A read that came too late has not landed; a delete would pull the bytes from under it."""
+    bench = Bench(spec_of(3, exclusive(room=1)), up=False)
+    bench.scan("nvme", ScanEntry(b"a", STORED_BYTES))
+    bench.tier("nvme", TierState.UP)
+    plan = bench.load((b"a",))
+    read = bench.one(Promote)
+    bench.overdue(read)
+    bench.release(plan.job)
+    bench.put((b"a",))
+    demote = bench.one(Demote)
+    bench.answer(demote, FAILED)
+    bench.now_s += bench.spec.verdict_ttl_s
+    bench.put((b"x",))
+    assert not bench.take(Delete)
+    bench.answer(read, CORRUPT)
+    bench.put((b"x",))
+    bench.drain()
+
+
+def test_found_again_by_a_scan_it_is_vouched_for() -> None:
+    bench = Bench(spec_of(1, exclusive(room=2)))
+    bench.put((b"a",))
+    bench.answer(bench.one(Demote), FAILED)
+    lone(bench, b"x")
+    bench.now_s += bench.spec.verdict_ttl_s
+    bench.tier("nvme", TierState.OPENING)
+    bench.scan("nvme", ScanEntry(b"a", STORED_BYTES), ScanEntry(b"x", STORED_BYTES))
+    assert bench.has("nvme") == {b"a", b"x"}
+    plan = bench.load((b"a",))
+    bench.release(plan.job)
+    bench.tier("nvme", TierState.UP)
+    plan = bench.load((b"a",))
+    bench.answer(bench.one(Promote), FAILED)
+    bench.release(plan.job)
+    bench.tier("nvme", TierState.OPENING)
+    bench.scan("nvme", ScanEntry(b"a", STORED_BYTES))
+    assert used(bench) == 2
+
+
 def test_a_refused_store_left_nothing() -> None:
     bench = Bench(spec_of(4, exclusive(room=2)))
     bench.put((b"a",))

@@ -6,6 +6,8 @@ import pytest
 
 from tests.core.worlds import CANCELLED, FAILED, OK, Bench, chain, exclusive, shared, spec_of
 from tiering.core.commands import Demote, SlotsFreed
+from tiering.core.events import OpFinished
+from tiering.core.stores import PASS_MAX
 from tiering.policies.lru import LRUPolicy
 from tiering.types import Outcome
 
@@ -276,6 +278,59 @@ def test_a_child_that_only_a_farther_tier_has_keeps_its_parent() -> None:
         bench.answer(command, *(OK if item.key == b"s" else FAILED for item in command.items))
     bench.put((b"t",))
     assert b"r" in bench.ready(), "r has a child in redis, and no copy"
+
+
+def test_a_block_that_is_filling_keeps_its_parent() -> None:
+    """The policy does not know a block before it has landed; the core does."""
+    bench = Bench(spec_of(2))
+    bench.put((b"a",))
+    copy = bench.store((b"b",), b"a")
+    assert bench.store((b"x",)).grants == ()
+    bench.filled(copy)
+    assert bench.ready() == {b"a", b"b"}
+
+
+def test_a_search_goes_on_past_a_block_that_must_stay() -> None:
+    bench = Bench(spec_of(3))
+    bench.put((b"a",))
+    bench.put((b"x",))
+    copy = bench.store((b"b",), b"a")
+    assert bench.put((b"y",)) == 1
+    assert bench.ready() == {b"a", b"y"}
+    bench.filled(copy)
+
+
+def test_a_slow_tier_does_not_keep_a_slot_from_a_fast_one() -> None:
+    """row 11: owed to the slow tier, held by the fast one: it goes, for a patient caller too."""
+    bench = Bench(spec_of(2, exclusive(), shared(queue=1, batch=1)))
+    for key in (b"a", b"b"):
+        bench.put((key,))
+    near, slow, *_ = [c for c in bench.take(Demote) if c.items[0].key == b"a"]
+    assert (near.tier, slow.tier) == ("nvme", "redis")
+    (near_b,) = [op for op in bench.core.world.ops.values() if op.kind == "demote" and op.op not in (near.op, slow.op)]
+    bench.handle(OpFinished(0.0, near_b.op, (OK,)))
+    assert b"b" in bench.core.world.tiers[1].owed
+    assert bench.put((b"x",), patient=True) == 1
+    assert bench.ready() == {b"a", b"x"}
+
+
+def test_a_block_cannot_be_its_own_parent() -> None:
+    bench = Bench(spec_of(2, shared()))
+    bench.put((b"a",), b"a")
+    bench.put((b"a",), b"a")
+    assert bench.core.world.blocks[b"a"].parent is None
+
+
+def test_a_search_for_victims_gives_up_some_time() -> None:
+    """So many blocks are owed to a slow tier that not all are looked at; what is found is not owed."""
+    bench = Bench(spec_of(PASS_MAX + 10, exclusive(room=2, queue=1), policy=LRUPolicy))
+    bench.put(tuple(b"%06d" % n for n in range(PASS_MAX + 10)))
+    plan = bench.store((b"x", b"y"), patient=True)
+    assert (plan.grants, plan.retry) == ((), True)
+    plan = bench.store((b"x", b"y"))
+    assert len(plan.grants) == 2
+    assert bench.core.counters.demote_lost == 2
+    bench.filled(plan)
 
 
 def test_a_second_pool_has_its_own_slots() -> None:

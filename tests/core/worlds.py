@@ -198,3 +198,13 @@ class Bench:
         index = self.core.world.tier_index[tier]
         cells = {key: block.cells[index] for key, block in self.core.world.blocks.items()}
         return {key for key, cell in cells.items() if cell is not None and cell.state.name == "PRESENT"}
+
+
+def far(n: int, spec: CoreSpec, name: str = "", tier: str = "nvme") -> Bench:
+    """A bench whose bounded tier holds a chain of ``n`` blocks that the primary tier lacks."""
+    bench = Bench(spec, up=False)
+    keys = chain(n, name)
+    bench.scan(tier, *(ScanEntry(k, STORED_BYTES, p) for k, p in zip(keys, (None, *keys), strict=False)))
+    for one in spec.tiers:
+        bench.tier(one.name, TierState.UP)
+    return bench

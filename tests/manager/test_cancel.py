@@ -296,6 +296,33 @@ async def test_holding_left_by_cancellation_waits_for_its_copy() -> None:
             assert manager.stats()["open_stores"] == manager.stats()["holds"] == 0
 
 
+async def test_holding_left_by_cancellation_waits_for_a_copy_that_runs() -> None:
+    """A copy long enough to be cancelled in the middle: whenever the hold is left, nothing reads the rows any more."""
+    layout = KVLayout.uniform(model="test", tokens_per_block=4, block_bytes=64 << 20)
+    keys = keys_of(1, layout=layout)
+    source = np.ones((1, 64 << 20), np.uint8)
+    async with opened(64 << 20 >> 12, layout=layout) as manager:
+        entered = asyncio.Event()
+
+        async def hold() -> None:
+            async with manager.holding(keys, source):
+                entered.set()
+                await asyncio.sleep(600)
+
+        task = asyncio.create_task(hold())
+        await entered.wait()
+        await eventually(lambda: copying(manager))
+        while not task.done():
+            task.cancel()
+            await turns(1)
+        assert manager.parts.calls.count == 0
+        assert task.cancelled()
+
+
+async def copying(manager: TieringOffloadingManager) -> bool:
+    return manager.parts.calls.count > 0
+
+
 async def test_holding_twice_and_nested() -> None:
     keys = keys_of(3)
     async with opened(4) as manager:

@@ -175,14 +175,14 @@ async def test_silent_thread_death_of_the_io_thread_is_seen_and_hurts_nobody(cap
 
 
 async def test_silent_thread_death_ends_calls_under_way() -> None:
-    """row 34: the answers that they wait for will never come."""
+    """row 34: the answers that they wait for will never come: not even the end of the thread ends these reads."""
     tier, plan = faulty("far", deadline="10m")
     keys, many = keys_of(2), keys_of(9, salt=b"many")
     manager = TieringOffloadingManager(config(4, tier), LAYOUT)
     await manager.open()
     await pushed_out(manager, keys, 4)
-    plan.hang("load")
-    plan.hang("store")
+    plan.hang("load", cancellable=False)
+    plan.hang("store", cancellable=False)
     loading = asyncio.create_task(manager.load(keys, blank(2), deadline_s=600))
     await asyncio.wrap_future(plan.when_hung("load"))
     storing = asyncio.create_task(manager.store(many, rows(many), deadline_s=600))
@@ -197,6 +197,15 @@ async def test_silent_thread_death_ends_calls_under_way() -> None:
     await ended(flushing)
     await ended(resetting)
     assert (await manager.match(keys)).blocks == 0
+    await ended(manager.aclose())
+
+
+async def test_silent_thread_death_is_seen_without_any_tier_too() -> None:
+    """row 34: nothing else would turn red."""
+    manager = TieringOffloadingManager(config(4), LAYOUT)
+    await manager.open()
+    await _dead(manager)
+    assert not manager.stats()["healthy"]
     await ended(manager.aclose())
 
 

@@ -203,7 +203,7 @@ def test_long_lists_are_taken_in_parts() -> None:
         start = 0
         while start < len(keys):
             plan = manager.sync.plan_store(keys[start:], parent=keys[start - 1] if start else None)
-            assert 0 < plan.stop <= 2048
+            assert 0 < plan.stop <= 512
             manager.sync.complete(plan.job, [Outcome.OK] * len(plan.grants))
             start += plan.stop
         match = manager.sync.lookup(keys)

@@ -42,11 +42,12 @@ Transfer: TypeAlias = Callable[[int, memoryview, int], int]
 BLOCK_SIZES: Final = (256 << 10, 1 << 20)
 TOTAL_BYTES = 256 << 20
 """Written and read by each run of a pair."""
-DEPTH: Final = 8
-"""Threads of both sides, each with one request under way."""
+DEPTH: Final = 4
+"""Threads of both sides, each with one request under way: the tier's default."""
 CALL_BLOCKS: Final = 8
-CALLS_MAX: Final = 4
-"""Blocks in a backend call, and calls under way at a time: what a tier's ``batch_blocks_max`` and ``ops_max`` are by default."""
+"""Blocks in a backend call: the default of a tier's ``batch_blocks_max``."""
+CALLS_MAX: Final = 2 * DEPTH
+"""Calls under way at a time: while one waits for its index records, another keeps the threads busy."""
 
 
 @dataclass(frozen=True, slots=True)

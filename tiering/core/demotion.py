@@ -17,6 +17,9 @@ STORABLE = (CellState.UNKNOWN, CellState.ABSENT, CellState.ASKING)
 OWABLE = (*STORABLE, CellState.DELETING)
 NO_ROOM = "full: nothing in the tier may be evicted for it"
 
+HOPELESS_MAX = 256
+"""Next victims that are in use, or that no tier took, passed over at each event."""
+
 ANTICIPATE_SHARE = 8
 """``on_evict`` tiers get the next victims once less than this part of the slots is free."""
 
@@ -261,4 +264,13 @@ def anticipate_evictions(world: World) -> None:
 def _next_victims(world: World, pool: Pool, n: int, tiers: list[Tier]) -> list[BlockKey]:
     """Not those that no tier would take: they must not hide the others, which are spared until they are demoted."""
     blocks, loads = world.blocks, pool.loads
-    return pool.policy.victims(n, lambda key: loads[blocks[key].slot] > 0 or all(key in tier.parked for tier in tiers))
+    passed = 0
+
+    def hopeless(key: BlockKey) -> bool:
+        nonlocal passed
+        if not (loads[blocks[key].slot] or all(key in tier.parked for tier in tiers)):
+            return False
+        passed += 1
+        return passed <= HOPELESS_MAX
+
+    return pool.policy.victims(n, hopeless)

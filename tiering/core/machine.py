@@ -86,9 +86,12 @@ class TieringCore:
             promotion.retry_starved(world)
         if not isinstance(event, ev.OpFinished):  # else a small tier would take the same victims in turns, for ever
             demotion.anticipate_evictions(world)
+        parked = sum(len(tier.parked) for tier in world.tiers)
         demotion.pump(world)
         flush.end_done(world)
-        if frees and world.retry_wanted:
+        given_up = sum(len(tier.parked) for tier in world.tiers) > parked
+        # What no tier takes is spared no more; and a load evicts for the reserve, too.
+        if world.retry_wanted and (frees or given_up or isinstance(event, ev.LoadRequested)):
             world.retry_wanted = False
             world.commands.append(SlotsFreed())
         if frees and world.holds:

@@ -75,7 +75,7 @@ def wake(world: World) -> None:
 
 def _notify(world: World, hold: Hold) -> None:
     """Tell the holder, once until it answers, and not while there is no point."""
-    if hold.notified or not world.spec.restore or world.now_s < hold.rests_until_s:
+    if hold.notified or not world.spec.restore or world.now_s < hold.rests_until_s or _starved(world, hold):
         return
     if hold.due and (world.pools[hold.pool].free or world.now_s >= hold.looks_again_s):
         hold.notified = True
@@ -151,9 +151,16 @@ def _worths(world: World, hold: Hold, due: list[BlockKey]) -> dict[BlockKey, int
     return worth
 
 
+def _starved(world: World, hold: Hold) -> bool:
+    """A load waits for slots: it would take again at once whatever a restore fills, and the two go on for ever."""
+    return any(job.pool == hold.pool for job in world.starved.values())
+
+
 def _make_one_free(world: World, hold: Hold, worth: int) -> bool:
     """A slot for a block of this worth: a free one, or that of an unheld block worth less (a leaf is worth itself, 1)."""
     pool = world.pools[hold.pool]
+    if _starved(world, hold):
+        return False
     if pool.free:
         return True
     if worth <= 1:

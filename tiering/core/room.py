@@ -170,9 +170,15 @@ def _take_by_policy(world: World, tier: Tier, excess: int, victims: list[Block])
     assert policy is not None
     inner: set[BlockKey] = set()
 
+    # Such a tier would be owed again at once what the primary tier still holds: two blocks could take turns for ever.
+    keeps_ready = tier.spec.demote_rule == "on_evict"
+
     def protected(key: BlockKey) -> bool:
-        cell = blocks[key].cells[index]
+        block = blocks[key]
+        cell = block.cells[index]
         assert cell is not None
+        if keeps_ready and block.state is PrimaryState.READY:
+            return True
         return key in inner or cell.reads > 0 or cell.state not in _DELETABLE
 
     while excess > 0:

@@ -53,8 +53,10 @@ def request_store(world: World, event: StoreRequested) -> StorePlan:
     job, grants = _grant(world, pool, event, missing)
     if present or world.tiers:
         touch(world, pool, keys)
-    _offer_again(world, event, present)
-    counters.present_blocks += bisect_left(present, stop)
+    served = bisect_left(present, stop)
+    # Not those behind the stop: a patient caller comes back for them, and a tier that refuses would be asked without end.
+    _offer_again(world, event, present[:served])
+    counters.present_blocks += served
     retry = False
     if lacking and event.patient:
         demotion.anticipate_evictions(world)

@@ -22,6 +22,8 @@ from tiering.types import KEY_BYTES_MAX, BlockKey, PrefixMatch
 log = logging.getLogger("tiering.gate")
 
 KEYS_PER_HOLD_MAX = 2048
+STORE_KEYS_PER_HOLD_MAX = 512
+"""Of a store: granting a slot and evicting for it costs several times what a lookup or a lease does."""
 
 Notification: TypeAlias = JobDone | FlushDone | RestoreDue | SlotsFreed
 _NOTIFICATIONS = (JobDone, FlushDone, RestoreDue, SlotsFreed)

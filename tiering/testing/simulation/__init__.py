@@ -1,4 +1,4 @@
-"""A simulation of the whole product, in virtual time and from a seed: the real core, with everything around it simulated.
+"""A simulation of the product, in virtual time and from a seed: the real core, with all around it simulated.
 
 ``python -m tiering.testing.simulation --seed N --steps M`` runs one seed; the same seed always does the same.
 """

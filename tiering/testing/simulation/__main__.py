@@ -1,4 +1,4 @@
-"""``python -m tiering.testing.simulation --seed N --steps M [--json]``: exit 0 if nothing was found, 1 if something was."""
+"""``python -m tiering.testing.simulation --seed N --steps M [--json]``: exit 0 if nothing was found, else 1."""
 
 from __future__ import annotations
 

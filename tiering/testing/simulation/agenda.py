@@ -1,6 +1,6 @@
-"""Virtual time, and scripts that live in it. One thread: things happen one after the other, in an order that the seed fixes.
+"""Virtual time, and scripts that live in it. One thread: one thing after the other, in an order that the seed fixes.
 
-A script is a generator. It yields how long it waits (seconds, or ``Until`` a pulse beats) and goes on when that is over.
+A script is a generator. It yields how long it waits (seconds, or ``Until`` a pulse beats) and goes on afterwards.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Wait until ``pulse`` has beaten since ``seen``: the script is sent True, or False once ``deadline_s`` has come."""
+    """Wait until ``pulse`` has beaten since ``seen``: the script is sent True, or False at ``deadline_s``."""
 
     pulse: Pulse
     seen: int

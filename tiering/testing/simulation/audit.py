@@ -95,7 +95,7 @@ def _has_all(process: Process, tier: Tier) -> None:
 
 
 def stuck(world: World, pool: Pool) -> int:
-    """Blocks that no eviction may take: last copies with a child, or one behind it, in another tier (``leaf_first``)."""
+    """Blocks that no eviction may take: last copies with a child, or one behind it, in another tier."""
     if not pool.policy.leaf_first:
         return 0
     children: dict[BlockKey, list[Block]] = {}

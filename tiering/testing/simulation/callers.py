@@ -1,4 +1,4 @@
-"""What callers do, written as the manager's own flows are: match, load, store, hold, flush. Each may be aborted anywhere."""
+"""What callers do, as the manager's own flows do it: match, load, store, hold, flush. Each may be aborted anywhere."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def store(
     *,
     patient: bool,
 ) -> Steps[int]:
-    """Store a run, as slots come free if ``patient``; how long a head is there in the end. Ends if the weights change."""
+    """Store a run, if ``patient`` as slots come free; how long a head was taken. Ends if the weights change."""
     turn, done = process.resets, 0
     while done < len(keys) and turn == process.resets:
         seen = process.freed.beats

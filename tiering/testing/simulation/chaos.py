@@ -1,4 +1,4 @@
-"""The faults that come from outside, at times of their own: outages, crashes, resets, damage at rest, callers who go."""
+"""The faults that come at times of their own: outages, crashes, resets, damage at rest, callers who go."""
 
 from __future__ import annotations
 

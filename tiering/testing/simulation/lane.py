@@ -1,4 +1,4 @@
-"""One tier as a process sees it: the driver's lane in virtual time, with the driver's own breakers, on a simulated medium.
+"""One tier as a process sees it: the driver's lane in virtual time, with its breakers, on a simulated medium.
 
 It keeps what the driver promises: reads and writes have places each, deadlines count from the submission, a call keeps
 its place until it has let go of its slots, and each command ends by exactly one ``OpFinished``.

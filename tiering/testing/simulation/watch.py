@@ -21,7 +21,7 @@ from tiering.testing.simulation.contents import Arena, Place, content
 from tiering.types import BlockKey, Outcome, OutcomeCode, TierState
 
 ITEMS_PER_BLOCK_MAX: Final = 10
-"""Blocks in commands, for each block that a caller named or a tier told of: more is a storm. Sound runs stay below 2."""
+"""Blocks in commands, for each that a caller named or a tier told of: more is a storm. Sound runs stay below 2."""
 
 At: TypeAlias = tuple[str, BlockKey]
 """(tier, key)."""
