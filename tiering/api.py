@@ -76,7 +76,7 @@ class BackendConfig(BaseModel):
     """Eviction policy of an exclusive tier; the primary tier's when absent."""
     queue_bytes_max: ByteCount = Field(default=256 << 20, alias="queue_bytes", gt=0)
     """Most primary-tier bytes that stores to this tier may pin at a time."""
-    ops_max: int = Field(default=4, ge=1, le=256)
+    ops_max: int = Field(default=8, ge=1, le=256)
     """Most backend calls of each direction under way at a time."""
     batch_blocks_max: int = Field(default=8, ge=1, le=1024)
     """Most blocks in one backend call."""

@@ -65,6 +65,7 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
     """Wire everything up; nothing is started, opened or connected, but the arena is mapped."""
     shapes = pool_shapes(config, layout)
     backends = {name: _factory(tier) for name, tier in zip(config.tier_names, config.tiers, strict=True)}
+    arena = Arena(shapes)  # first: a capacity beyond the machine must not cost minutes of bookkeeping
     spec = _core_spec(config, layout, shapes, backends)
     journal = Journal(JOURNAL_EVENTS_MAX, spec)
     core = TieringCore(spec, observer=journal)
@@ -100,7 +101,6 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
         progress.beat()
 
     gate = Gate(core, notify=notify, progress=progress.beat, on_fuse=on_fuse, dump=journal.dump)
-    arena = Arena(shapes)
     driver = Driver(
         sink=gate,
         slots=arena,

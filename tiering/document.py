@@ -49,6 +49,13 @@ _SCALARS: Final = {
 _VARIABLE: Final = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{")
 
 
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "a directory that was deleted"
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces a class attribute of the base
 
@@ -147,7 +154,7 @@ def _read_text(path: Path, where: str) -> str:
         with path.expanduser().open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{where}: no such file (looked from {Path.cwd()})") from None
+        raise ConfigError(f"{where}: no such file (looked from {_here()})") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of an unknown user
         raise ConfigError(f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(raw) > FILE_BYTES_MAX:
