@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -18,11 +19,15 @@ log = logging.getLogger("tiering.driver")
 LAST_WORDS_S: Final = 1.0
 """What tasks get to unwind when the loop died under them, in real seconds."""
 
+EXIT_STOP_S: Final = 2.0
+"""How long an interpreter that exits waits for a thread that nobody stopped."""
+
 
 class IoThread:
     """Runs one loop in a thread of its own, from ``start`` to ``stop``. Its methods are for other threads.
 
-    Not a daemon: a thread that is torn down in the middle of a write would leave torn data, so ``stop`` must be called.
+    A program that ends without ``stop`` is not held up: the interpreter's exit stops the thread, for ``EXIT_STOP_S`` at
+    most. What is being written then is torn no worse than by a kill, which backends must survive anyway.
     Blocking calls of backends run in the loop's default executor, of at most ``workers_max`` threads named
     ``{name}-worker_N``. Times are real seconds: this is about the machine's threads, not about blocks.
     """
@@ -63,9 +68,10 @@ class IoThread:
             raise ClosedError("an I/O thread starts once; make a new one")
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(self._executor)
-        self._thread = threading.Thread(target=self._main, name=self._name, daemon=False)
+        self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
         self._over = False
         self._thread.start()
+        atexit.register(self.stop, EXIT_STOP_S)
 
     @property
     def alive(self) -> bool:
@@ -124,6 +130,7 @@ class IoThread:
         if threading.current_thread() is self._thread:
             raise RuntimeError("the I/O thread cannot wait for its own end; stop it from another thread")
         until_s = time.monotonic() + deadline_s
+        atexit.unregister(self.stop)
         with self._lock:
             stopping, self._stopping, self._over = self._stopping, True, True
         threads = list(self._workers)
