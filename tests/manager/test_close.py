@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,28 @@ from tests.manager.world import (
 from tiering import (
     BackendError,
     ClosedError,
+    KVLayout,
+    TieringConfig,
     TieringOffloadingManager,
 )
+
+_made: list[TieringOffloadingManager] = []
+
+
+def made(settings: TieringConfig, layout: KVLayout) -> TieringOffloadingManager:
+    """A manager that is closed even if the test fails."""
+    _made.append(TieringOffloadingManager(settings, layout))
+    return _made[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed_whatever_happens() -> Iterator[None]:
+    yield
+    while _made:
+        manager = _made.pop()
+        manager.begin_close(deadline_s=1.0, flush=False).result(PATIENCE_S)
+        manager.end_close()
+
 
 # -- close ------------------------------------------------------------------------------------------------------------
 
@@ -36,7 +57,7 @@ async def test_close_ends_every_call_under_way() -> None:
     """row 8: none of them could go on by itself; each returns what it has, soon, and the close with them."""
     tier, plan = faulty("far", deadline="10m", queue_bytes=4096)
     keys, many = keys_of(2), keys_of(9, salt=b"many")
-    manager = TieringOffloadingManager(config(4, tier, flush_on_close=0), LAYOUT)
+    manager = made(config(4, tier, flush_on_close=0), LAYOUT)
     await manager.open()
     await pushed_out(manager, keys, 4)
     plan.hang("load")
@@ -62,7 +83,7 @@ async def test_close_ends_every_call_under_way() -> None:
 
 async def test_close_twice_at_once_and_again_gives_one_answer() -> None:
     tier, plan = faulty("far")
-    manager = TieringOffloadingManager(config(4, tier, flush_on_close=0), LAYOUT)
+    manager = made(config(4, tier, flush_on_close=0), LAYOUT)
     await manager.open()
     plan.hang("store", cancellable=False)
     await manager.store(keys_of(1), rows(keys_of(1)))
@@ -76,7 +97,7 @@ async def test_close_twice_at_once_and_again_gives_one_answer() -> None:
 
 async def test_close_cancelled_finishes_first() -> None:
     tier, plan = faulty("far")
-    manager = TieringOffloadingManager(config(4, tier, flush_on_close=0), LAYOUT)
+    manager = made(config(4, tier, flush_on_close=0), LAYOUT)
     await manager.open()
     plan.hang("aclose")
     closing = asyncio.create_task(manager.aclose(deadline_s=600))
@@ -94,7 +115,7 @@ async def test_close_cancelled_finishes_first() -> None:
 def test_close_does_not_need_the_loop_that_began_it() -> None:
     """The end of ``asyncio.run`` cancels whatever runs on the loop; the close is not among it."""
     tier, plan = faulty("far")
-    manager = TieringOffloadingManager(config(4, tier, flush_on_close=0), LAYOUT)
+    manager = made(config(4, tier, flush_on_close=0), LAYOUT)
 
     async def leave() -> None:
         await manager.open()
@@ -109,7 +130,7 @@ def test_close_does_not_need_the_loop_that_began_it() -> None:
 
 async def test_a_task_that_is_torn_down_with_its_loop_closes_its_manager() -> None:
     def main() -> TieringOffloadingManager:
-        manager = TieringOffloadingManager(config(4), LAYOUT)
+        manager = made(config(4), LAYOUT)
 
         async def service() -> None:
             async with manager:
@@ -148,7 +169,7 @@ async def test_silent_thread_death_of_the_io_thread_is_seen_and_hurts_nobody(cap
     """row 34: health turns red, it is logged and counted; CPU hits go on, the rest are misses, and a close ends."""
     tier, _ = faulty("far")
     keys, hot, more = keys_of(4), keys_of(2, salt=b"hot"), keys_of(2, salt=b"more")
-    manager = TieringOffloadingManager(config(8, tier), LAYOUT)
+    manager = made(config(8, tier), LAYOUT)
     await manager.open()
     await pushed_out(manager, keys, 8)
     await manager.store(hot, rows(hot))
@@ -178,7 +199,7 @@ async def test_silent_thread_death_ends_calls_under_way() -> None:
     """row 34: the answers that they wait for will never come: not even the end of the thread ends these reads."""
     tier, plan = faulty("far", deadline="10m")
     keys, many = keys_of(2), keys_of(9, salt=b"many")
-    manager = TieringOffloadingManager(config(4, tier), LAYOUT)
+    manager = made(config(4, tier), LAYOUT)
     await manager.open()
     await pushed_out(manager, keys, 4)
     plan.hang("load", cancellable=False)
@@ -202,7 +223,7 @@ async def test_silent_thread_death_ends_calls_under_way() -> None:
 
 async def test_silent_thread_death_is_seen_without_any_tier_too() -> None:
     """row 34: nothing else would turn red."""
-    manager = TieringOffloadingManager(config(4), LAYOUT)
+    manager = made(config(4), LAYOUT)
     await manager.open()
     await _dead(manager)
     assert not manager.stats()["healthy"]
@@ -213,7 +234,7 @@ async def test_no_deadline_a_blocked_io_loop_does_not_block_a_close() -> None:
     """row 8: a backend that breaks its contract and blocks the loop: misses meanwhile, and a close that ends."""
     tier, _ = faulty("far", shared=True, deadline="50ms")
     keys = keys_of(2)
-    manager = TieringOffloadingManager(config(4, tier), LAYOUT)
+    manager = made(config(4, tier), LAYOUT)
     await manager.open()
     let_go, blocked = threading.Event(), threading.Event()
 
@@ -256,20 +277,25 @@ async def test_a_contradiction_costs_the_cache_and_nothing_else(
     """A policy plug-in names a victim that is not there: everybody who waits or calls gets a miss or a refusal."""
     _install_policy(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    tier, plan = faulty("far", policy="lru")
-    keys, more = keys_of(4), keys_of(2, salt=b"more")
-    manager = TieringOffloadingManager(config(4, tier, primary={"policy": "bogus"}), LAYOUT)
+    tier, plan = faulty("far", policy="lru", queue_bytes=2 * 4096)
+    keys, more, other = keys_of(4), keys_of(2, salt=b"more"), keys_of(1, salt=b"other")
+    manager = made(config(4, tier, primary={"policy": "bogus"}), LAYOUT)
     await manager.open()
     plan.hang("store")
+    fill = manager.sync.plan_store(keys[:1])
+    loading = asyncio.create_task(manager.load(keys[:1], blank(1), deadline_s=600))
     await manager.store(keys, rows(keys))
     await asyncio.wrap_future(plan.when_hung("store"))
     flushing = asyncio.create_task(manager.flush(deadline_s=600))
-    fill = manager.sync.plan_store(keys)
+    storing = asyncio.create_task(manager.store(more, rows(more), deadline_s=600))
     async with manager.holding(keys, rows(keys)):
-        report = await ended(manager.store(more, rows(more), deadline_s=600))
+        # Whichever of the two asks the policy first.
+        assert "internal contradiction" in manager.sync.plan_store(other).refused
+        report = await ended(storing)
         assert report.refused == 2
         assert "internal contradiction" in report.outcomes[0].why
         await ended(flushing)
+        assert await ended(loading) == 0
     stats = manager.stats()
     assert stats["fused"]
     assert not stats["healthy"]
@@ -288,7 +314,7 @@ async def test_a_contradiction_costs_the_cache_and_nothing_else(
 
 async def test_a_tier_that_fails_to_close_is_given_up_and_no_error() -> None:
     tier, plan = faulty("far")
-    manager = TieringOffloadingManager(config(4, tier, flush_on_close=0), LAYOUT)
+    manager = made(config(4, tier, flush_on_close=0), LAYOUT)
     await manager.open()
     plan.fail_calls("aclose", lambda: BackendError("injected"))
     assert await ended(manager.aclose()) == ["far"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiering.core import events as ev
-from tiering.core.commands import Command, JobDone, SlotsFreed
+from tiering.core.commands import Command, JobDone, RestoreDue, SlotsFreed
 from tiering.core.machine import Reply, TieringCore
 from tiering.core.transitions import SlotState
 from tiering.testing.simulation import Medium, Stored
@@ -96,6 +96,14 @@ class LosesWakeUps(TieringCore):
     def handle(self, event: ev.Event) -> Handled:
         reply, commands = super().handle(event)
         return reply, [command for command in commands if not isinstance(command, SlotsFreed)]
+
+
+class LosesHoles(TieringCore):
+    """Holders are not told that a block of theirs is missing."""
+
+    def handle(self, event: ev.Event) -> Handled:
+        reply, commands = super().handle(event)
+        return reply, [command for command in commands if not isinstance(command, RestoreDue)]
 
 
 class KeepsOldWeights(TieringCore):

@@ -42,13 +42,14 @@ def has(seed: int, needs: list[str]) -> bool:
         (defects.KeepsStaleVerdicts, "redis on_store vanished", "or it has said otherwise"),
         (defects.LosesEnds, "nvme on_store short_deadline", "overdue, and it does not end"),
         (defects.LosesWakeUps, "nvme on_store short_deadline", "came free without a word"),
+        (defects.LosesHoles, "", "held blocks are missing"),
         (defects.KeepsOldWeights, "reset", "wrong bytes"),
         (defects.GivesUpAtOnce, "", "with 1 slots free"),
         (defects.AsksForEver, "redis", "livelock"),
     ],
 )
 def test_a_defect_of_the_core_is_found(core: type[TieringCore], needs: str, told: str) -> None:
-    """Rows 3, 5, 7, 8, 9, 16, 25."""
+    """Rows 3, 4, 5, 7, 8, 9, 16, 25."""
     assert found(told, needs, core=core).journal
 
 

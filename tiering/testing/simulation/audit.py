@@ -136,6 +136,19 @@ def takes_new_blocks(process: Process, do: Do) -> None:
     drained(process)
 
 
+def restored(process: Process, do: Do, paths: Sequence[tuple[int, Sequence[BlockKey]]]) -> None:
+    """Row 4: what somebody holds elsewhere, and there is room for, does not stay a hole."""
+    world = process.core.world
+    for pool, keys in paths if world.spec.restore else ():
+        head = keys[: len(world.pools[pool].free)]
+        do(callers.hold(process, pool, head, process.agenda.now_s + 1, budget_bytes=1 << 30))
+        missing = [
+            key for key in head if (block := world.blocks.get(key)) is None or block.state is PrimaryState.ABSENT
+        ]
+        if missing:
+            fail(f"pool {pool}: {len(missing)} of {len(head)} held blocks are missing, with room for all")
+
+
 def books_are_right(process: Process, *, exact: bool) -> None:
     """Row 35: what is accounted is there; to the byte, if nothing was ever lost behind the core's back."""
     if not exact:

@@ -214,6 +214,7 @@ class Simulation:
         self.rest()
         audit.tiers_are_back(self.process)
         audit.found_again(self.process)
+        audit.restored(self.process, self._do, [(path.pool, path.keys) for path in list(self.workload.all_paths)[-2:]])
         self._read_back()
         self.process.die()
 
