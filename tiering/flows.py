@@ -67,7 +67,9 @@ async def store_run(
         outcomes += part
         if plan.stop == len(chunk):
             continue
-        if not plan.retry or not await parts.freed.beyond(seen, parts.clock, deadline_s):
+        # Without the I/O thread what is in flight will never free anything.
+        waits = plan.retry and parts.io.alive
+        if not waits or not await parts.freed.beyond(seen, parts.clock, deadline_s):
             outcomes += [Outcome.refused(plan.refused)] * (len(keys) - len(outcomes))
     return (outcomes, stored) if parts.gate.epoch == epoch else ([RESET] * len(keys), 0)
 

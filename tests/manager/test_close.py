@@ -31,13 +31,15 @@ from tiering import (
     TieringConfig,
     TieringOffloadingManager,
 )
+from tiering.runtime.clock import Clock
+from tiering.testing import VirtualClock
 
 _made: list[TieringOffloadingManager] = []
 
 
-def made(settings: TieringConfig, layout: KVLayout) -> TieringOffloadingManager:
+def made(settings: TieringConfig, layout: KVLayout, clock: Clock | None = None) -> TieringOffloadingManager:
     """A manager that is closed even if the test fails."""
-    _made.append(TieringOffloadingManager(settings, layout))
+    _made.append(TieringOffloadingManager(settings, layout, clock=clock))
     return _made[-1]
 
 
@@ -69,13 +71,15 @@ async def test_close_ends_every_call_under_way() -> None:
     matching = asyncio.create_task(manager.match(keys_of(1, salt=b"none"), deadline_s=600))
     await asyncio.wrap_future(plan.when_hung("load"))
     await asyncio.wrap_future(plan.when_hung("store"))
-    closing = asyncio.create_task(manager.aclose(deadline_s=1.0))
+    closing = asyncio.create_task(manager.aclose(deadline_s=600))
     assert await ended(loading) == 0
     assert await ended(fetching) == 0
     report = await ended(storing)
     assert report.stored + report.present + report.refused == 9
     assert report.refused > 0
     await ended(matching)
+    assert not closing.done()
+    plan.release()
     await ended(flushing)
     assert await ended(closing) == []
     assert not manager.organs.arena.quarantined
@@ -210,13 +214,11 @@ async def test_silent_thread_death_ends_calls_under_way() -> None:
     await asyncio.wrap_future(plan.when_hung("store"))
     flushing = asyncio.create_task(manager.flush(deadline_s=600))
     await turns()
-    plan.hang("open")
-    resetting = asyncio.create_task(manager.reset("weights-2", deadline_s=600))
     await _dead(manager)
     assert await ended(loading) == 0
     assert (await ended(storing)).refused > 0
     await ended(flushing)
-    await ended(resetting)
+    await ended(manager.reset("weights-2", deadline_s=600))
     assert (await manager.match(keys)).blocks == 0
     await ended(manager.aclose())
 
@@ -257,8 +259,9 @@ BOGUS = """
 from tiering.policies.lru import LRUPolicy
 
 class Bogus(LRUPolicy):
-    def victims(self, n, protected):
-        return [b"never seen"]
+    def touch(self, path):
+        assert path[0] != b"defect", "never seen"
+        super().touch(path)
 """
 
 
@@ -274,23 +277,26 @@ def _install_policy(site: Path) -> None:
 async def test_a_contradiction_costs_the_cache_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A policy plug-in names a victim that is not there: everybody who waits or calls gets a miss or a refusal."""
+    """A policy plug-in breaks in the middle of a step: everybody who waits or calls gets a miss or a refusal."""
     _install_policy(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    tier, plan = faulty("far", policy="lru", queue_bytes=2 * 4096)
-    keys, more, other = keys_of(4), keys_of(2, salt=b"more"), keys_of(1, salt=b"other")
-    manager = made(config(4, tier, primary={"policy": "bogus"}), LAYOUT)
+    clock = VirtualClock()
+    tier, plan = faulty("far", policy="lru")
+    keys, more = keys_of(4), keys_of(2, salt=b"more")
+    manager = made(config(4, tier, primary={"policy": "bogus"}), LAYOUT, clock)
     await manager.open()
     plan.hang("store")
     fill = manager.sync.plan_store(keys[:1])
-    loading = asyncio.create_task(manager.load(keys[:1], blank(1), deadline_s=600))
+    loading = asyncio.create_task(manager.load(keys, blank(4), deadline_s=600))
     await manager.store(keys, rows(keys))
     await asyncio.wrap_future(plan.when_hung("store"))
     flushing = asyncio.create_task(manager.flush(deadline_s=600))
     storing = asyncio.create_task(manager.store(more, rows(more), deadline_s=600))
     async with manager.holding(keys, rows(keys)):
-        # Whichever of the two asks the policy first.
-        assert "internal contradiction" in manager.sync.plan_store(other).refused
+        await turns(50)
+        assert not any(task.done() for task in (loading, flushing, storing))
+        # The clock stands still: they end by this, or never.
+        manager.sync.touch([b"defect"])
         report = await ended(storing)
         assert report.refused == 2
         assert "internal contradiction" in report.outcomes[0].why

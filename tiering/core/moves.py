@@ -104,17 +104,21 @@ def forget_if_idle(world: World, block: Block) -> None:
 def records_of(
     world: World, pool: Pool, keys: Sequence[BlockKey], positions: Sequence[int], parent: BlockKey | None
 ) -> list[Block]:
-    """The records of the keys at these positions of a run behind ``parent``, made where there are none, and linked."""
+    """The records of the keys at these positions of a run behind ``parent``, made where there are none, and linked.
+
+    No position repeats a key.
+    """
     records, index, tiers = world.blocks, pool.index, len(world.tiers)
     blocks: list[Block] = []
+    if parent == keys[0]:
+        parent = None
     for at in positions:
         key = keys[at]
         before = keys[at - 1] if at else parent
         block = records.get(key)
         if block is None:
             block = records[key] = Block(key, index, tiers)
-            if before != key:
-                block.parent = before
+            block.parent = before
         elif block.parent is None:
             learn_parent(world, block, before)
         blocks.append(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 
 from tiering.core import demotion, promotion, restore
@@ -191,82 +192,88 @@ def make_free(
     if len(pool.free) + pool.busy == pool.spec.slots:
         return max(0, have)
     owing = demotion.owes(world)
-    spared = _spared(world, pool, own, False, also_spared)
-    have += _evict(world, pool, n - have, spared, spare_owed=owing)
+    search = _Search(world, pool, own, False, owing, also_spared)
+    have += _evict(search, n - have)
     if have < n and flow_through:
-        spared = _spared(world, pool, own, True, also_spared)
-        have += _evict(world, pool, n - have, spared, spare_owed=owing)
+        search = _Search(world, pool, own, True, owing, also_spared)
+        have += _evict(search, n - have)
     if have < n and world.tiers and pool.policy.leaf_first:
-        have += _evict_backed(world, pool, n - have, spared)
+        have += _evict_backed(search, n - have)
     if have < n and owing and not spare_owed:
-        have += _evict(world, pool, n - have, spared, spare_owed=False)
+        have += _evict(_Search(world, pool, own, flow_through, False, also_spared), n - have)
     return max(0, min(n, have))
 
 
-def _spared(
-    world: World,
-    pool: Pool,
-    own: Container[BlockKey],
-    own_may_go: bool,
-    also_spared: Callable[[Block], bool] | None,
-) -> Callable[[BlockKey], bool]:
-    """Tells which blocks a pass of eviction leaves alone, whatever may be owed to whom."""
-    blocks, loads, demotes = world.blocks, pool.loads, pool.demotes
+@dataclass(slots=True)
+class _Search:
+    """What one pass of eviction leaves alone."""
 
-    def spared(key: BlockKey) -> bool:
-        block = blocks[key]
-        slot = block.slot
-        if loads[slot] or demotes[slot]:
-            return True
-        if key in own and (not own_may_go or block.copies == 1):
-            return True
-        return also_spared is not None and also_spared(block)
+    world: World
+    pool: Pool
+    own: Container[BlockKey]
+    own_may_go: bool
+    """If another tier holds them."""
+    spare_owed: bool
+    also_spared: Callable[[Block], bool] | None
+    inner: set[BlockKey] = field(default_factory=set)
+    """Blocks with children that the policy cannot see: FILLING, or in another tier alone."""
+    passed: int = 0
+    """Blocks passed over so far. Past ``PASS_MAX`` any answer will do that ends the search."""
 
-    return spared
+    def spared(self) -> Callable[[BlockKey], bool]:
+        world, blocks, loads, demotes = self.world, self.world.blocks, self.pool.loads, self.pool.demotes
+        own, own_may_go, spare_owed, also_spared = self.own, self.own_may_go, self.spare_owed, self.also_spared
+        inner = self.inner
+
+        def spared(key: BlockKey) -> bool:
+            block = blocks[key]
+            slot = block.slot
+            if not (
+                loads[slot]
+                or demotes[slot]
+                or (key in own and (not own_may_go or block.copies == 1))
+                or (inner and key in inner)
+                or (also_spared is not None and also_spared(block))
+                # Owed to a slow tier but held by another is not lost: the slow one must not keep the slot from the fast one.
+                or (spare_owed and block.copies == 1 and demotion.owed_somewhere(world, block))
+            ):
+                return False
+            self.passed += 1
+            return self.passed <= PASS_MAX
+
+        return spared
+
+    def sift(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those that are not spared."""
+        self.passed = -len(keys)
+        spared = self.spared()
+        return [key for key in keys if not spared(key)]
 
 
-def _evict(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool], *, spare_owed: bool) -> int:
-    """Evict up to ``n`` blocks that the policy names; how many went. Passes over ``PASS_MAX`` others at most."""
-    blocks = world.blocks
-    inner: set[BlockKey] = set()
-    passed = went = 0
-
-    def stays(key: BlockKey) -> bool:
-        return spared(key) or key in inner or (spare_owed and _is_owed(world, blocks[key]))
-
-    def protected(key: BlockKey) -> bool:
-        nonlocal passed
-        if not stays(key):
-            return False
-        passed += 1
-        return passed <= PASS_MAX  # past it any answer will do that ends the search
-
-    while went < n and passed <= PASS_MAX:
-        named = pool.policy.victims(n - went, protected)
-        if passed > PASS_MAX:
-            named = [key for key in named if not stays(key)]
-        gone = drop(world, pool, named, leaves_only=pool.policy.leaf_first)
+def _evict(search: _Search, n: int) -> int:
+    """Evict up to ``n`` blocks that the policy names; how many went."""
+    pool, went = search.pool, 0
+    while went < n:
+        named = pool.policy.victims(n - went, search.spared())
+        tired = search.passed > PASS_MAX
+        if tired:
+            named = search.sift(named)
+        gone = drop(search.world, pool, named, leaves_only=pool.policy.leaf_first)
         went += len(gone)
-        if len(gone) == len(named):
+        if tired or len(gone) == len(named):
             break
-        # Named by a policy that cannot see their children: those are FILLING, or in another tier alone.
-        inner.update(set(named).difference(gone))
+        search.inner.update(set(named).difference(gone))
     return went
 
 
-def _is_owed(world: World, block: Block) -> bool:
-    """Evicted now, it would be lost for a tier. Not if another holds it: a slow tier must not keep a slot from a fast one."""
-    return block.copies == 1 and demotion.owed_somewhere(world, block)
-
-
-def _evict_backed(world: World, pool: Pool, n: int, spared: Callable[[BlockKey], bool]) -> int:
+def _evict_backed(search: _Search, n: int) -> int:
     """Evict up to ``n`` blocks that another tier holds, also where others behind them stay; how many went.
 
     The policy's order is kept: it is asked as if all might go. Bounded, because it may have much to say in vain.
     """
-    order = pool.policy.victims(BACKED_STEP_MAX, lambda key: False)
-    backed = [key for key in order if world.blocks[key].copies > 1 and not spared(key)]
-    return len(drop(world, pool, backed[:n], leaves_only=False))
+    order = search.pool.policy.victims(BACKED_STEP_MAX, lambda key: False)
+    backed = search.sift([key for key in order if search.world.blocks[key].copies > 1])
+    return len(drop(search.world, search.pool, backed[:n], leaves_only=False))
 
 
 def drop(world: World, pool: Pool, victims: Sequence[BlockKey], *, leaves_only: bool) -> list[BlockKey]:
