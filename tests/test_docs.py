@@ -143,7 +143,10 @@ def properties(name: str) -> dict[str, Any]:
 TIER_MINIMAL: dict[str, dict[str, Any]] = {
     "nvme": {"type": "nvme", "path": "kv", "capacity": "1GiB"},
     "memory": {"type": "memory", "capacity": "1GiB"},
+    "redis": {"type": "redis", "url": "redis://localhost"},
+    "fsspec": {"type": "fsspec", "url": "memory://kv"},
 }
+TIER_MODELS = [(type_, f"{type_.capitalize()}Config") for type_ in TIER_MINIMAL]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_every_key_of_a_section_is_documented_with_its_default(heading: str, mod
         assert TieringConfig.from_dict({**base, **section}) == TieringConfig.from_dict(base), key
 
 
-@pytest.mark.parametrize(("type_", "model"), [("nvme", "NvmeConfig"), ("memory", "MemoryConfig")])
+@pytest.mark.parametrize(("type_", "model"), TIER_MODELS)
 def test_every_key_of_a_tier_is_documented_with_its_default(type_: str, model: str) -> None:
     table = documented()["Every tier"] | documented()[type_]
     assert table.keys() == properties(model).keys()
