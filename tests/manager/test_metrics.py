@@ -220,7 +220,7 @@ async def test_stats_cost_little_however_large_the_primary_tier_is() -> None:
     """They are read every few seconds, under the lock that every lookup needs: no walk over slots or blocks."""
     layout = KVLayout.uniform(model="test", tokens_per_block=1, block_bytes=16)
     cpu_s = []
-    for slots in (1_000, 64_000):
+    for slots in (500, 16_000):
         keys = block_keys(list(range(slots)), layout)
         async with TieringOffloadingManager(config(slots), layout) as manager:
             assert (await manager.store(keys, blank(slots, 16))).stored == slots
@@ -230,7 +230,7 @@ async def test_stats_cost_little_however_large_the_primary_tier_is() -> None:
                 manager.stats()
             cpu_s.append(time.thread_time() - started_s)
     small, large = cpu_s
-    assert large < 8 * small
+    assert large < 6 * small
 
 
 async def test_stats_from_any_thread_while_the_manager_works() -> None:
