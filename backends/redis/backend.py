@@ -177,7 +177,7 @@ class RedisBackend(Backend):
             try:
                 shares = await _shares(batch, pending, homes, topology)
             except RedisFailure as failure:
-                batch.fail(pending, str(failure), retryable=failure.retryable)
+                batch.fail(pending, Outcome.failed(str(failure), retryable=failure.retryable))
                 return
             await _together([self._serve(batch, home, places, topology) for home, places in shares.items()])
             pending, homes = _moved(batch, shares, topology)
@@ -185,20 +185,20 @@ class RedisBackend(Backend):
     async def _serve(self, batch: Batch, home: Home, places: Sequence[int], topology: Topology) -> None:
         """One server's share of a batch, over as many connections as are free and worth it."""
         todo = deque(places)
-        failures: list[RedisFailure] = []
+        lost: list[Outcome] = []  # and not the failures: their tracebacks would keep the caller's buffers
 
         async def serve_some() -> None:
             try:
-                await home.node.run(lambda connection: batch.work(connection, todo, home.asking))
+                await home.node.run(lambda connection: batch.work(connection, todo, home.asking), storing=batch.storing)
             except RedisFailure as failure:
-                failures.append(failure)
+                lost.append(Outcome.failed(str(failure), retryable=failure.retryable))
 
-        most = max(1, min(home.node.spare, self.config.connections_max // 2))
+        most = max(1, min(home.node.spare(storing=batch.storing), self.config.connections_max // 2))
         width = min(most, len(places), max(1, batch.payload_bytes // SPREAD_BYTES_MIN))
         await _together([serve_some() for _ in range(width)])
         if todo:
             # Everybody has lost the connection; blocks that only some had are taken over by the others.
-            batch.fail(list(todo), str(failures[-1]), retryable=failures[-1].retryable)
+            batch.fail(todo, lost[-1])
         if batch.misled:
             home.node.forget_idle()
         if todo or batch.misled:
@@ -236,7 +236,7 @@ def _moved(batch: Batch, shares: Mapping[Home, Sequence[int]], topology: Topolog
                 try:
                     homes[at] = Home(topology.learn(batch.keys[at], redirect, home.node.address), redirect.ask)
                 except RedisFailure as failure:
-                    batch.fail([at], str(failure), retryable=failure.retryable)
+                    batch.fail([at], Outcome.failed(str(failure), retryable=failure.retryable))
     return list(homes), homes
 
 

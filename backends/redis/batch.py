@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +46,7 @@ def redirect_of(error: ErrorReply) -> Redirect | None:
 class Batch(abc.ABC):
     """One call's blocks. ``results`` is complete, a value a block, once every share of it is done."""
 
+    storing = False
     payload_bytes = 0
     """Bytes of all its blocks that are to be moved."""
 
@@ -60,13 +61,13 @@ class Batch(abc.ABC):
     def work(self, connection: Connection, todo: deque[int], asking: bool) -> None:
         """Take places out of ``todo`` until it is empty, and settle each. Raises ``ConnectionLost``."""
 
-    def fail(self, places: Sequence[int], why: str, *, retryable: bool) -> None:
+    def fail(self, places: Iterable[int], outcome: Outcome) -> None:
         for at in places:
-            self.results[at] = Outcome.failed(why, retryable=retryable)
+            self.results[at] = outcome
 
     def settle_error(self, at: int, error: ErrorReply) -> None:
         self.misled |= error.code in MOVED_AWAY
-        self.results[at] = redirect_of(error) or outcome_of(error, store=isinstance(self, Store))
+        self.results[at] = redirect_of(error) or outcome_of(error, store=self.storing)
 
 
 class Lookup(Batch):
@@ -166,6 +167,8 @@ class Store(Batch):
     One SET at a time a connection: several in a row run at less than half the rate, since both sides then stop
     reading while they write.
     """
+
+    storing = True
 
     def __init__(
         self,

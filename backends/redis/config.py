@@ -47,8 +47,8 @@ class RedisConfig(BackendConfig):
     """A block is gone so long after its last store. None: it stays until the server evicts it."""
     prefix: str = Field(default="kvtiering", pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     """What every key of ours begins with."""
-    connections_max: int = Field(default=8, ge=1, le=64)
-    """Most connections to one server, and threads that serve them."""
+    connections_max: int = Field(default=4, ge=1, le=64)
+    """Most connections to one server, and threads that serve them. Stores take half of them at most."""
     timeout_s: Seconds = Field(default=5.0, alias="timeout", ge=0.01, le=3600)
     """A connection on which the server is silent for so long in the middle of a call is given up."""
     tls_ca_file: Path | None = None

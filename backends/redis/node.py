@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -33,28 +34,33 @@ class Node:
         self._dialer = dialer
         self._executor = ThreadPoolExecutor(connections_max, thread_name_prefix=thread_name)
         self._places = asyncio.Semaphore(connections_max)
+        self._stores_max = max(1, connections_max // 2)
+        self._store_places = asyncio.Semaphore(self._stores_max)
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._dialing: set[asyncio.Timeout] = set()
-        self._users = 0
-        """Calls that hold or await a connection."""
+        self._users = self._storing = 0
+        """Calls that hold or await a connection, and those of them that store."""
         self._leaving = False
 
-    @property
-    def spare(self) -> int:
+    def spare(self, *, storing: bool) -> int:
         """Connections that could be had without waiting."""
-        return max(0, self.connections_max - self._users)
+        free = self.connections_max - self._users
+        return max(0, min(free, self._stores_max - self._storing) if storing else free)
 
-    async def run(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T], *, storing: bool = False) -> T:
         """``work`` on a connection, in a thread. Waits for a free one.
+
+        Calls that are ``storing`` share half of the connections, so that loads and lookups need not wait for them.
 
         A connection that turns out to be dead, because the server was restarted since its last use, costs nothing but
         a new one: ``work`` is then called again and goes on with what is left. Raises ``RedisFailure``. Cancelled, it
         returns as soon as ``work`` has noticed that its connection was shut.
         """
         self._users += 1
+        self._storing += storing
         try:
-            async with self._places:
+            async with self._store_places if storing else contextlib.nullcontext(), self._places:
                 if self._leaving:
                     raise Unreachable(f"{self.address} is not in use any more")
                 result = await self._run(work)
@@ -67,6 +73,7 @@ class Node:
             raise
         finally:
             self._users -= 1
+            self._storing -= storing
             if self._leaving and not self._users:
                 self._release()
 
@@ -146,22 +153,42 @@ class Node:
 
 
 class _Call(Generic[T]):
-    """One piece of work for a thread. ``run_blocking`` does the same for work that cannot be interrupted."""
+    """One piece of work for a thread, and what came of it. ``run_blocking`` does so for work that nothing interrupts.
+
+    The executor's thread keeps this object, and what it would see raised, a moment longer than the waiter. So neither
+    the work nor a traceback, which both lead to the caller's buffers, is left for it to keep.
+    """
 
     def __init__(self, connection: Connection, work: Callable[[Connection], T]) -> None:
         self._connection = connection
         self._work: Callable[[Connection], T] | None = work
+        self._value: T
+        self.error: BaseException | None = None
 
-    def __call__(self) -> T:
-        # The executor's thread keeps this object a moment longer than the waiter: not so what was lent to the work.
+    def __call__(self) -> None:
         work, self._work = self._work, None
         assert work is not None
-        return work(self._connection)
+        try:
+            self._value = work(self._connection)
+        except BaseException as error:  # it is the waiter's
+            self.error = error
+        finally:
+            del work
+
+    def result(self) -> T:
+        error, self.error = self.error, None
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error
 
 
 async def _in_thread(connection: Connection, work: Callable[[Connection], T], executor: ThreadPoolExecutor) -> T:
     """Returns only when ``work`` has, however it is cancelled: then the wire is shut, which ends the work."""
-    future = asyncio.get_running_loop().run_in_executor(executor, _Call(connection, work))
+    call = _Call(connection, work)
+    future = asyncio.get_running_loop().run_in_executor(executor, call)
     try:
         # wait() and not "await future": it leaves the future alone when this task is cancelled.
         await asyncio.wait((future,))
@@ -172,6 +199,6 @@ async def _in_thread(connection: Connection, work: Callable[[Connection], T], ex
                 await asyncio.wait((future,))
             except asyncio.CancelledError:
                 continue  # the first cancellation is raised below; a further one must not free the buffers early
-        future.exception()  # nobody is left to hear of it
+        call.error = None  # nobody is left to hear of it
         raise
-    return future.result()
+    return call.result()

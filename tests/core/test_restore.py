@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.worlds import BLOCK_BYTES, FAILED, Bench, chain, exclusive, spec_of
+from tests.core.worlds import BLOCK_BYTES, FAILED, Bench, chain, exclusive, far, spec_of
 from tiering.core.commands import Promote, RestoreDue
 from tiering.core.events import HoldReleased, Reset
 from tiering.policies.lru import LRUPolicy
@@ -206,6 +206,21 @@ def test_a_hold_that_found_no_slot_is_not_told_of_every_event() -> None:
     bench.now_s += bench.spec.restore_pause_s
     bench.release(bench.load((b"x",)).job)
     assert len(bench.take(RestoreDue)) == 1
+
+
+def test_a_restore_stands_back_while_a_load_waits_for_slots() -> None:
+    """Or the load would evict what was restored, and the restore what the load gave up, for ever."""
+    bench = far(4, spec_of(4, exclusive(batch=2), window=2))
+    plan = bench.load(chain(4))
+    first = bench.one(Promote)
+    copy = bench.store((b"x", b"y"))
+    bench.answer(first)
+    assert plan.job in bench.core.world.starved
+    hold = bench.hold((b"h0", b"h1", b"h2"))
+    assert bench.restore(hold).grants == ()
+    assert bench.core.counters.restore_skipped == {"no_slot": 3}
+    bench.filled(copy)
+    bench.drain()
 
 
 def test_a_copy_that_always_fails_is_not_a_loop() -> None:

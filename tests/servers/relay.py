@@ -28,6 +28,7 @@ class Relay:
         """Set while a byte of the server's waits at the closed valve."""
         self._asked = asyncio.Event()
         self._clients: set[asyncio.StreamWriter] = set()
+        self._halved: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close_valve_after(self, count: int) -> None:
@@ -53,8 +54,9 @@ class Relay:
 
     def half_close(self) -> None:
         """The server's side of every connection ends; the client's stays open."""
-        for client in self._clients:
+        for client in self._clients - self._halved:
             client.write_eof()
+            self._halved.add(client)
 
     async def inject(self, data: bytes) -> None:
         """Send clients what their server did not say."""
@@ -72,6 +74,7 @@ class Relay:
                 group.create_task(self._pass(there, writer, self._wait))
         finally:
             self._clients.discard(writer)
+            self._halved.discard(writer)
             for end in (writer, away):
                 end.close()
                 with contextlib.suppress(OSError):
@@ -84,6 +87,8 @@ class Relay:
             while data := await reader.read(CHUNK_BYTES):
                 while data:
                     count = await before(data)
+                    if writer in self._halved:
+                        break
                     writer.write(data[:count])
                     await writer.drain()
                     data = data[count:]

@@ -98,7 +98,7 @@ def test_units_and_defaults() -> None:
     assert (config.ttl_s, config.timeout_s) == (21600.0, 0.25)
     config = made()
     assert (config.ttl_s, config.timeout_s, config.connections_max, config.mode, config.prefix) == (
-        None, 5.0, 8, "standalone", "kvtiering",
+        None, 5.0, 4, "standalone", "kvtiering",
     )  # fmt: skip
 
 

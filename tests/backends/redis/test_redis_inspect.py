@@ -34,10 +34,11 @@ async def test_inspect_verifies_every_namespace_and_changes_nothing(
     damaged = [(one, keys[3]), (two, keys[650])]
     for spoken, key in damaged:
         name = name_of(prefix, spoken, key)
-        for member in members:
-            if mode == "standalone" or member is _owner(cluster, name):
-                member("SETRANGE", name, 2000, b"damage")
-                member("SET", f"{prefix}:unrelated{{{name.hex()}}}", "x") if mode == "standalone" else None
+        member = _owner(cluster, name) if mode == "cluster" else server
+        member("SETRANGE", name, 2000, b"damage")
+    if mode == "standalone":
+        server("SET", f"{prefix}:no-digest:key", "x")
+        server("SET", f"{prefix}:{one.digest.hex()}", "x")
     found = await inspected(members[0].url, verify=True, prefix=prefix, mode=mode)
     assert {(b.namespace_digest, b.key): b.stored_bytes - HEADER_BYTES for b in found} == sizes
     assert len(found) == len(sizes)
