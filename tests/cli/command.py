@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,11 +57,17 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_interrupts,
     ) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and its children inherit that; a terminal's do not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def until(condition: Callable[[], bool]) -> None:
