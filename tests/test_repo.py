@@ -116,5 +116,7 @@ def test_an_old_python_is_refused_with_the_remedy(root: Path, tmp_path: Path) ->
 def test_make_help_names_every_target(root: Path) -> None:
     phony = re.search(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
     assert phony
-    done = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=root, capture_output=True, text=True, check=True
+    )
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(phony[1].split())

@@ -273,21 +273,3 @@ async def test_a_dead_endpoint_fails_every_call_retryably(s3: SeaweedServer, pre
         await dead.open(rig.namespace())
     assert raised.value.retryable
     await dead.aclose(5)
-
-
-async def test_a_frozen_server_delays_nothing_beyond_the_time_limit(
-    s3: SeaweedServer, prefix: str, client: str
-) -> None:
-    """row 8: connections stay open and nothing answers, as in a stopped process; then it goes on, and so does the tier."""
-    async with rig.opened(rig.s3_config(prefix, s3_client=client, timeout="400ms")) as backend:
-        await rig.store(backend, KEYS[:2])
-        s3.freeze()
-        try:
-            for call in (backend.contains(KEYS[:2]), rig.load(backend, KEYS[:2]), rig.store(backend, KEYS[:2])):
-                outcomes = await asyncio.wait_for(call, 5)
-                assert codes(outcomes) == [FAILED] * 2
-                assert all(outcome.retryable for outcome in outcomes)
-        finally:
-            s3.thaw()
-    async with rig.opened(rig.s3_config(prefix, s3_client=client)) as backend:
-        assert codes(await rig.load(backend, KEYS[:2])) == [OK] * 2
