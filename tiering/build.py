@@ -61,11 +61,13 @@ class Parts:
     """How often something that a person should know happened, by kind."""
 
 
-def build(config: TieringConfig, layout: KVLayout, clock: Clock) -> Parts:
+def build(config: TieringConfig, layout: KVLayout, clock: Clock, *, shared_arena: bool = False) -> Parts:
     """Wire everything up; nothing is started, opened or connected, but the arena is mapped."""
     shapes = pool_shapes(config, layout)
     backends = {name: _factory(tier) for name, tier in zip(config.tier_names, config.tiers, strict=True)}
-    arena = Arena(shapes)  # first: a capacity beyond the machine must not cost minutes of bookkeeping
+    arena = Arena(
+        shapes, shared=shared_arena
+    )  # first: a capacity beyond the machine must not cost minutes of bookkeeping
     spec = _core_spec(config, layout, shapes, backends)
     journal = Journal(JOURNAL_EVENTS_MAX, spec)
     core = TieringCore(spec, observer=journal)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -53,6 +53,9 @@ class PrimaryConfig(_Section):
     """Size of the arena. Rounded down to whole slots."""
     policy: str = "prefix"
     """Which idle block goes first: an eviction policy's name."""
+    store_when: Literal["computed", "finished", "gpu_evicted", "adaptive"] = "adaptive"
+    """When an engine's connector stores a block: as soon as it is computed, when its request finishes or is preempted, when
+    the engine is about to drop it, or (``adaptive``) as ``computed`` while slots are free and as ``finished`` once all are taken."""
     store_reserve: Percent = Field(default=Fraction(1, 20), lt=1)
     """Share of the slots that loads leave to stores, rounded down to whole slots."""
     load_bytes_per_request_max: ByteCount = Field(default=256 << 20, alias="load_bytes_per_request", gt=0)

@@ -56,13 +56,24 @@ class TieringOffloadingManager:
     """
 
     def __init__(
-        self, config: TieringConfig, layout: KVLayout, *, epoch: str | None = None, clock: Clock | None = None
+        self,
+        config: TieringConfig,
+        layout: KVLayout,
+        *,
+        epoch: str | None = None,
+        clock: Clock | None = None,
+        shared_arena: bool = False,
     ) -> None:
-        """Nothing is mapped, opened or started before ``open``. ``epoch`` (default: the configuration's) names the weights in use."""
+        """Nothing is mapped, opened or started before ``open``. ``epoch`` (default: the configuration's) names the weights in use.
+
+        ``shared_arena``: an engine's workers in other processes map the slots too. Such memory has no huge pages on most
+        kernels, so that direct I/O is slower; without it the arena is this process's own.
+        """
         self._config = config
         self._layout = layout
         self._epoch = config.epoch if epoch is None else epoch
         self._clock = SystemClock() if clock is None else clock
+        self._shared_arena = shared_arena
         self._lock = threading.Lock()
         """Guards the step from one stage to the next: not open, open (``_parts``), closing (``_closing``)."""
         self._parts: Parts | None = None
@@ -75,10 +86,10 @@ class TieringOffloadingManager:
 
     @classmethod
     def from_yaml(
-        cls, path: str | os.PathLike[str], layout: KVLayout, *, epoch: str | None = None
+        cls, path: str | os.PathLike[str], layout: KVLayout, *, epoch: str | None = None, shared_arena: bool = False
     ) -> TieringOffloadingManager:
         """A manager configured by a YAML file. Raises ``ConfigError`` that names the place and the remedy."""
-        return cls(TieringConfig.from_yaml(path), layout, epoch=epoch)
+        return cls(TieringConfig.from_yaml(path), layout, epoch=epoch, shared_arena=shared_arena)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +148,7 @@ class TieringOffloadingManager:
         with self._lock:
             if self._closing is not None or self._parts is not None:
                 raise ClosedError("a manager opens once; make a new one")
-            parts = self._parts = build(self._config, self._layout, self._clock)
+            parts = self._parts = build(self._config, self._layout, self._clock, shared_arena=self._shared_arena)
         try:
             parts.io.start()
             metrics = self._config.metrics

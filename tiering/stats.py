@@ -37,6 +37,8 @@ def collect_stats(parts: Parts) -> dict[str, Any]:
         "open_stores": core["open_stores"],
         "open_ops": core["open_ops"],
         "holds": core["holds"],
+        "holes": sum(p["holes"] for p in pools),
+        "hole_tokens": sum(p["hole_tokens"] for p in pools),
         "notices": dict(parts.notices),
         **core["counters"],
     }

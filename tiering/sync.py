@@ -1,20 +1,25 @@
-"""The synchronous face: for an engine's scheduler, which may never wait. Only ``open`` and ``close`` block."""
+"""The synchronous face: for an engine's scheduler, which may never wait. Only ``open``, ``reset`` and ``close`` block."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tiering import flows
 from tiering.build import Parts
 from tiering.core import events as ev
+from tiering.core.lookup import EachResult
 from tiering.errors import ShapeError
 from tiering.runtime.gate import KEYS_PER_HOLD_MAX, STORE_KEYS_PER_HOLD_MAX, check_keys
 from tiering.types import BlockKey, Outcome, PrefixMatch
 
 if TYPE_CHECKING:
     from tiering.manager import TieringOffloadingManager
+
+
+RESET_DEADLINE_S = 10.0
 
 
 class SyncFace:
@@ -33,12 +38,11 @@ class SyncFace:
 
     def open(self) -> None:
         """Open the manager; blocks. Raises ``RuntimeError`` in a thread whose event loop is running: await ``open`` there."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            asyncio.run(self._manager.open())
-        else:
-            raise RuntimeError("sync.open would block the running event loop; use `await manager.open()`")
+        _run_here(self._manager.open, "open")
+
+    def reset(self, epoch: str, *, deadline_s: float = RESET_DEADLINE_S) -> None:
+        """The weights changed; blocks, as ``open`` does. See the manager's ``reset``."""
+        _run_here(functools.partial(self._manager.reset, epoch, deadline_s=deadline_s), "reset")
 
     def close(self) -> list[str]:
         """Close the manager; blocks. Names of tiers given up as hung. Idempotent, also together with ``aclose``."""
@@ -81,6 +85,73 @@ class SyncFace:
             self._open_loads[plan.job] = None
         return plan
 
+    def lookup_each(self, keys: Sequence[BlockKey], *, group: int = 0) -> EachResult:
+        """Where each key is, not only those of the leading run; at most 2,048 keys. Tiers that do not know are asked.
+
+        ``awaited`` positions may turn into hits: ask again.
+        """
+        parts = self._parts(group)
+        result = parts.gate.lookup_each(group, _head(keys, KEYS_PER_HOLD_MAX), parts.clock.now())
+        flows.ask(parts, group, result.undecided)
+        return result
+
+    def lease(self, keys: Sequence[BlockKey], *, group: int = 0) -> ev.LoadPlan:
+        """Lease the leading READY run, at most 2,048 keys, so that it stays until ``release(plan.job)``. Starts no I/O."""
+        parts = self._parts(group)
+        plan = parts.gate.handle(ev.LeaseRequested(parts.clock.now(), group, _head(keys, KEYS_PER_HOLD_MAX)))
+        assert isinstance(plan, ev.LoadPlan)
+        return plan
+
+    def end_load(self, job: int) -> None:
+        """Wait no longer: an unfinished load job ends with the leading run that is ready now; ``poll`` tells it."""
+        parts = self._manager.organs
+        parts.gate.handle(ev.LoadOverdue(parts.clock.now(), job))
+
+    def hold(self, keys: Sequence[BlockKey], *, group: int = 0) -> int:
+        """ "The engine holds these blocks": what the primary tier lacks of them is due for ``plan_restores``.
+
+        At most 2,048 keys; ``extend_hold`` adds more. Returns the hold's number, 0 if nothing is granted any more.
+        ``drop_hold`` ends it, and so does a reset.
+        """
+        parts = self._parts(group)
+        event = ev.HoldRequested(parts.clock.now(), group, _head(keys, KEYS_PER_HOLD_MAX), stepped=True)
+        hold = parts.gate.handle(event)
+        assert isinstance(hold, int)
+        return hold
+
+    def extend_hold(self, hold: int, keys: Sequence[BlockKey]) -> None:
+        """The run that is held goes on with ``keys``."""
+        parts = self._parts(0)
+        check_keys(keys, "keys")
+        for start in range(0, len(keys), KEYS_PER_HOLD_MAX):
+            part = tuple(keys[start : start + KEYS_PER_HOLD_MAX])
+            parts.gate.handle(ev.HoldExtended(parts.clock.now(), hold, part))
+
+    def trim_hold(self, hold: int, below: int) -> None:
+        """The first ``below`` blocks of the run left the engine's sliding window."""
+        parts = self._manager.organs
+        parts.gate.handle(ev.HoldTrimmed(parts.clock.now(), hold, below))
+
+    def drop_hold(self, hold: int) -> None:
+        """The engine holds the run no more."""
+        parts = self._manager.organs
+        parts.gate.handle(ev.HoldReleased(parts.clock.now(), hold))
+
+    def plan_restores(self, holds: Sequence[int], *, bytes_max: int, ranked: bool = True) -> ev.RestorePlan:
+        """Slots for what is due in these holds: fill them, then ``complete`` each plan's job.
+
+        Ranked over all of them by the tokens that each block would regain, and never at the cost of a block worth as much;
+        not ``ranked``: in the holds' order, evicting as a store would. Empty where ``restore`` is off.
+        """
+        parts = self._parts(0)
+        plan = parts.gate.handle(ev.RestoreStep(parts.clock.now(), tuple(holds), bytes_max, ranked))
+        assert isinstance(plan, ev.RestorePlan)
+        return plan
+
+    def free_slots(self, *, group: int = 0) -> int:
+        """Slots of the group that hold nothing; the next store takes them without evicting."""
+        return self._parts(group).gate.free_slots(group)
+
     def complete(self, job: int, outcomes: Sequence[Outcome]) -> None:
         """Report a store job: one outcome a grant, in the plan's order. Unknown jobs are counted and ignored."""
         parts = self._manager.organs
@@ -119,6 +190,15 @@ class SyncFace:
         parts = self._manager.parts
         _check_group(parts, group)
         return parts
+
+
+def _run_here(call: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(call())
+    else:
+        raise RuntimeError(f"sync.{name} would block the running event loop; use `await manager.{name}(...)`")
 
 
 def _check_group(parts: Parts, group: int) -> None:

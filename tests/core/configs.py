@@ -113,6 +113,25 @@ def _holding(world: World) -> Events:
         yield ev.RestoreRequested(world.now_s, hold, 1 << 30)
 
 
+def _stepping(world: World) -> Events:
+    """A holder that asks by itself, ranked or not, whose run grows and leaves a window; and leases while it does."""
+    yield from _store(world, ((X,), None, False), ((A, B), None, False))
+    if not world.holds:
+        yield ev.HoldRequested(world.now_s, 0, (A,), stepped=True)
+    if not world.loads:
+        yield ev.LeaseRequested(world.now_s, 0, (A, B))
+    for job in world.loads:
+        yield ev.Released(world.now_s, job)
+    for number, hold in world.holds.items():
+        yield ev.HoldReleased(world.now_s, number)
+        if len(hold.keys) < 2:
+            yield ev.HoldExtended(world.now_s, number, (B,))
+        elif not hold.first:
+            yield ev.HoldTrimmed(world.now_s, number, 1)
+        for ranked in (True, False):
+            yield ev.RestoreStep(world.now_s, (number,), 1 << 30, ranked)
+
+
 def _counting_hits(world: World) -> Events:
     yield from _store(world, ((A,), None, False), ((X,), None, False))
     yield from _load(world, (A,), jobs_max=1)
@@ -181,6 +200,7 @@ CONFIGS = (
     ),
     Config("reset", spec_of(2, shared(batch=2)), _resetting, _up("redis")),
     Config("hold and restore", spec_of(2), _holding),
+    Config("hold and restore by steps", spec_of(2), _stepping),
     Config("demote after hits", spec_of(1, shared(rule=2)), _counting_hits, _up("redis"), ticks=False),
     Config(
         "demote on eviction",

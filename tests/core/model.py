@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.core.explore import drain
+from tests.core.model_holds import PATHS, HoldRules, Load, runs
 from tests.core.worlds import (
     BLOCK_BYTES,
     CANCELLED,
@@ -53,9 +54,6 @@ SLOTS = (4, 2)
 NEAR, FAR = "near", "far"
 ROOM = 4
 
-STEM, LEFT, RIGHT = (b"s0", b"s1"), (b"l0", b"l1", b"l2"), (b"r0", b"r1")
-PATHS = {0: ((*STEM, *LEFT), (*STEM, *RIGHT), (b"x0",), (b"y0", b"y1")), 1: ((b"g0", b"g1", b"g2"),)}
-
 Bytes = tuple[int, bytes]
 """What stands for a block's content: the epoch and the key."""
 
@@ -74,16 +72,7 @@ class Device:
         return STORED_BYTES * (len(self.foreign) + len({*self.holds, *self.arriving}))
 
 
-@dataclass
-class Load:
-    pool: int
-    keys: tuple[bytes, ...]
-    epoch: int
-    slots: tuple[int, ...] = ()
-    done: bool = False
-
-
-class CoreMachine(RuleBasedStateMachine):
+class CoreMachine(HoldRules):
     """See the module."""
 
     @initialize(
@@ -113,6 +102,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.copies: dict[int, tuple[int, tuple[ev.Grant, ...], int]] = {}
         self.loads: dict[int, Load] = {}
         self.holds: dict[int, tuple[int, tuple[bytes, ...]]] = {}
+        self.stepped: dict[int, tuple[int, tuple[bytes, ...], int]] = {}
+        """(pool, keys held so far, how many of the first are held no more)."""
         self.flushes: set[int] = set()
         self.queries = self.hits = 0
         self.reset_while_full = False
@@ -194,13 +185,6 @@ class CoreMachine(RuleBasedStateMachine):
     # -- callers
 
     mostly = st.sampled_from((True, True, True, True, False))
-    runs = st.sampled_from((0, 0, 1)).flatmap(
-        lambda pool: st.sampled_from(PATHS[pool]).flatmap(
-            lambda path: st.tuples(
-                st.just(pool), st.just(path), st.sampled_from((0, 0, len(path) // 2)), st.integers(1, len(path))
-            )
-        )
-    )
 
     @rule(run=runs, patient=st.booleans(), tell_parent=st.booleans(), copied=mostly)
     def store(self, run: Any, patient: bool, tell_parent: bool, copied: bool) -> None:
@@ -283,26 +267,6 @@ class CoreMachine(RuleBasedStateMachine):
         job = self.core.world.last_id + 1
         self.flushes.add(job)
         assert self.give(ev.FlushRequested(self.now_s)) == job
-
-    @precondition(lambda self: len(self.holds) < 2)
-    @rule(run=runs)
-    def hold(self, run: Any) -> None:
-        pool, path, _, length = run
-        self.holds[self.give(ev.HoldRequested(self.now_s, pool, path[:length]))] = (pool, path[:length])
-
-    @precondition(lambda self: self.holds)
-    @rule(data=st.data(), blocks_max=st.integers(0, 3), end=st.booleans())
-    def restore(self, data: st.DataObject, blocks_max: int, end: bool) -> None:
-        hold = data.draw(st.sampled_from(sorted(self.holds)))
-        if end:
-            del self.holds[hold]
-            self.give(ev.HoldReleased(self.now_s, hold))
-            return
-        pool, keys = self.holds[hold]
-        plan = self.give(ev.RestoreRequested(self.now_s, hold, blocks_max * BLOCK_BYTES))
-        assert len(plan.grants) <= blocks_max
-        assert [keys[grant.index] for grant in plan.grants] == [grant.key for grant in plan.grants]
-        self.begin_copy(pool, plan)
 
     # -- tiers
 

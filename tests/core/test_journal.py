@@ -33,8 +33,11 @@ anything = st.one_of(
     st.builds(ev.StoreFinished, times, numbers, outcomes),
     *(
         st.builds(kind, times, numbers, runs)
-        for kind in (ev.ProbeRequested, ev.LoadRequested, ev.Touched, ev.HoldRequested)
+        for kind in (ev.ProbeRequested, ev.LoadRequested, ev.LeaseRequested, ev.Touched, ev.HoldExtended)
     ),
+    st.builds(ev.HoldRequested, times, numbers, runs, st.booleans()),
+    st.builds(ev.HoldTrimmed, times, numbers, numbers),
+    st.builds(ev.RestoreStep, times, st.lists(numbers, max_size=3).map(tuple), numbers, st.booleans()),
     *(
         st.builds(kind, times, numbers)
         for kind in (ev.LoadOverdue, ev.Released, ev.OpOverdue, ev.FlushOverdue, ev.HoldReleased)
@@ -60,7 +63,8 @@ def test_every_kind_of_event_is_written_down() -> None:
     assert set(ev.Event.__args__) == {
         ev.StoreRequested, ev.StoreFinished, ev.ProbeRequested, ev.LoadRequested, ev.LoadOverdue, ev.Released, ev.Touched,
         ev.OpFinished, ev.OpOverdue, ev.TierScanned, ev.TierChanged, ev.FlushRequested, ev.FlushOverdue, ev.Reset,
-        ev.HoldRequested, ev.HoldReleased, ev.RestoreRequested,
+        ev.HoldRequested, ev.HoldReleased, ev.RestoreRequested, ev.LeaseRequested, ev.HoldExtended, ev.HoldTrimmed,
+        ev.RestoreStep,
     }  # fmt: skip
 
 

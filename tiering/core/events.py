@@ -51,6 +51,18 @@ class LoadRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRequested:
+    """Lease the leading READY run, so that it stays while the caller makes up its mind. Reply: ``LoadPlan``, done.
+
+    Promotes nothing, waits for nothing, and is no query in the counters. ``Released`` ends it.
+    """
+
+    now_s: float
+    pool: int
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOverdue:
     """The caller of a load waits no longer: the job ends with the leading run that is ready now."""
 
@@ -134,11 +146,33 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class HoldRequested:
-    """The caller holds these blocks elsewhere until ``HoldReleased``. Reply: the hold's number."""
+    """The caller holds these blocks elsewhere until ``HoldReleased``. Reply: the hold's number.
+
+    ``stepped``: the caller asks by itself (``RestoreStep``) and is not told by ``RestoreDue``.
+    """
 
     now_s: float
     pool: int
     keys: tuple[BlockKey, ...]
+    stepped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HoldExtended:
+    """The run that is held goes on with these blocks. Reply: None."""
+
+    now_s: float
+    hold: int
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldTrimmed:
+    """The first ``below`` blocks of the run are held no more: they left a sliding window. Reply: None."""
+
+    now_s: float
+    hold: int
+    below: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +190,24 @@ class RestoreRequested:
     bytes_max: int
 
 
+@dataclass(frozen=True, slots=True)
+class RestoreStep:
+    """Grant slots for what is due in these stepped holds, all of them ranked together. Reply: ``RestorePlan``.
+
+    ``ranked``: worth most first, and never at the cost of a block worth as much. Otherwise in the holds' order, evicting
+    as a store would.
+    """
+
+    now_s: float
+    holds: tuple[int, ...]
+    bytes_max: int
+    ranked: bool = True
+
+
 Event: TypeAlias = (
-    StoreRequested | StoreFinished | ProbeRequested | LoadRequested | LoadOverdue | Released | Touched | OpFinished
-    | OpOverdue | TierScanned | TierChanged | FlushRequested | FlushOverdue | Reset | HoldRequested | HoldReleased
-    | RestoreRequested
+    StoreRequested | StoreFinished | ProbeRequested | LoadRequested | LeaseRequested | LoadOverdue | Released | Touched
+    | OpFinished | OpOverdue | TierScanned | TierChanged | FlushRequested | FlushOverdue | Reset | HoldRequested
+    | HoldExtended | HoldTrimmed | HoldReleased | RestoreRequested | RestoreStep
 )  # fmt: skip
 
 
@@ -197,3 +245,13 @@ class LoadPlan:
     job: int
     done: bool
     slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """A ``StorePlan`` for each hold that got slots: its grants' ``index`` is the position in the hold's run."""
+
+    plans: tuple[tuple[int, StorePlan], ...] = ()
+    """(hold, plan)."""
+    skipped: str = ""
+    """Why something due got nothing ("budget" or "no_slot"); "" when all did."""

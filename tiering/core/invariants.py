@@ -121,6 +121,9 @@ def _check_blocks(world: World) -> None:
         if not (block.copies or block.children):
             speaks = any(map(_says_something, world.tiers, block.cells))
             _require(speaks, "block {}: a record that says nothing", key)
+    for pool in world.pools:
+        holes = sum(b.children > 0 and not b.copies for b in world.blocks.values() if b.pool == pool.index)
+        _same(pool.holes, holes, "pool {}: holes", pool.index)
     _require(not children, "parents without a record: {}", list(children))
     for key, waiters in world.waiting.items():
         _require(waiters, "block {}: an empty list of waiters", key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiering.core import promotion, room
 from tiering.core.commands import Probe
-from tiering.core.moves import block_of, cell_of, forget_if_idle, note_remote, set_absent, step_cell
+from tiering.core.moves import belongs_to, block_of, cell_of, forget_if_idle, note_remote, set_absent, step_cell
 from tiering.core.state import Block, Op, Tier, World
 from tiering.core.transitions import CellState, Move, PrimaryState
 from tiering.types import BlockKey, Outcome, OutcomeCode, PrefixMatch
@@ -28,6 +28,19 @@ class LookupResult:
     match: PrefixMatch
     undecided: tuple[BlockKey, ...] = ()
     pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EachResult:
+    """``where[i]`` is the nearest tier that has ``keys[i]``, None if none is known to.
+
+    ``undecided``: keys some tier must be asked about. ``awaited``: positions whose answer or fill is on its way, or must be
+    asked for.
+    """
+
+    where: tuple[str | None, ...]
+    undecided: tuple[BlockKey, ...] = ()
+    awaited: frozenset[int] = frozenset()
 
 
 def lookup(world: World, pool_index: int, keys: Sequence[BlockKey], now_s: float) -> LookupResult:
@@ -67,6 +80,26 @@ def _lookup_beyond(world: World, pool_index: int, keys: Sequence[BlockKey], read
     loadable = min(matched, promotion.fitting(world, pool, head))
     match = PrefixMatch(matched, matched * pool.spec.tokens_per_block, loadable, by_tier)
     return LookupResult(match, tuple(undecided), pending)
+
+
+def each(world: World, pool_index: int, keys: Sequence[BlockKey], now_s: float) -> EachResult:
+    """Where each key is, not only those of the leading run: for groups that need the end of a prefix alone."""
+    get, index = world.blocks.get, pool_index
+    where: list[str | None] = []
+    undecided: list[BlockKey] = []
+    awaited: set[int] = set()
+    for position, key in enumerate(keys):
+        block = get(key)
+        if block is not None and block.state is READY and block.pool == index:
+            where.append("primary")
+            continue
+        name, asks, waits = _whereabouts(world, block, now_s)
+        where.append(name)
+        if name is None and (asks or waits):
+            awaited.add(position)
+        if asks:
+            undecided.append(key)
+    return EachResult(tuple(where), tuple(undecided), frozenset(awaited))
 
 
 def _whereabouts(world: World, block: Block | None, now_s: float) -> tuple[str | None, bool, bool]:
@@ -112,7 +145,7 @@ def request_probes(world: World, pool_index: int, keys: Sequence[BlockKey]) -> N
                 continue
             block = block_of(world, key, pool_index)
             if block.state is ABSENT:
-                block.pool = pool_index
+                belongs_to(world, block, pool_index)
             step_cell(world, block, cell_of(block, tier), Move.ASK)
             asked.append(block)
         _emit(world, tier, asked)

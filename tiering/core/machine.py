@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from tiering.core import demotion, flush, lookup, promotion, restore, room, stores
+from tiering.core import demotion, flush, holds, lookup, promotion, restore, room, stores
 from tiering.core import events as ev
 from tiering.core.commands import Cancel, Command, SlotsFreed
+from tiering.core.lookup import EachResult
 from tiering.core.moves import (
     IllegalMove,
     condemn,
@@ -21,7 +22,7 @@ from tiering.core.transitions import PrimaryState
 from tiering.errors import InvariantViolation
 from tiering.types import BlockKey, Outcome
 
-Reply: TypeAlias = ev.StorePlan | ev.LoadPlan | int | None
+Reply: TypeAlias = ev.StorePlan | ev.LoadPlan | ev.RestorePlan | int | None
 
 HISTORY_EVENTS_MAX = 4096
 HISTORY_KEYS_MAX = 65_536
@@ -45,6 +46,10 @@ class TieringCore:
     def lookup(self, pool: int, keys: Sequence[BlockKey], now_s: float) -> lookup.LookupResult:
         """The leading run that some tier has. Changes nothing, records nothing."""
         return lookup.lookup(self.world, pool, keys, now_s)
+
+    def lookup_each(self, pool: int, keys: Sequence[BlockKey], now_s: float) -> EachResult:
+        """Where each key is. Changes nothing, records nothing."""
+        return lookup.each(self.world, pool, keys, now_s)
 
     def job_slots(self, job: int) -> tuple[int, ...]:
         """The slots leased to a finished load job, in the order of its keys."""
@@ -95,7 +100,7 @@ class TieringCore:
             world.retry_wanted = False
             world.commands.append(SlotsFreed())
         if frees and world.holds:
-            restore.wake(world)
+            holds.wake(world)
 
     # -- handlers, one an event ---------------------------------------------------------------------------------------
 
@@ -112,6 +117,9 @@ class TieringCore:
 
     def _load_requested(self, event: ev.LoadRequested) -> Reply:
         return promotion.request_load(self.world, event)
+
+    def _lease_requested(self, event: ev.LeaseRequested) -> Reply:
+        return promotion.request_lease(self.world, event)
 
     def _load_overdue(self, event: ev.LoadOverdue) -> Reply:
         promotion.overdue(self.world, event.job)
@@ -189,14 +197,25 @@ class TieringCore:
         return None
 
     def _hold_requested(self, event: ev.HoldRequested) -> Reply:
-        return restore.request_hold(self.world, event)
+        return holds.request_hold(self.world, event)
+
+    def _hold_extended(self, event: ev.HoldExtended) -> Reply:
+        holds.extend(self.world, event)
+        return None
+
+    def _hold_trimmed(self, event: ev.HoldTrimmed) -> Reply:
+        holds.trim(self.world, event)
+        return None
 
     def _hold_released(self, event: ev.HoldReleased) -> Reply:
-        restore.release_hold(self.world, event.hold)
+        holds.release_hold(self.world, event.hold)
         return None
 
     def _restore_requested(self, event: ev.RestoreRequested) -> Reply:
         return restore.request_restore(self.world, event)
+
+    def _restore_step(self, event: ev.RestoreStep) -> Reply:
+        return restore.request_step(self.world, event)
 
     def _tier(self, name: str) -> Tier:
         return self.world.tiers[self.world.tier_index[name]]
@@ -230,9 +249,9 @@ def _reset(world: World) -> None:
     world.blocks.clear()
     world.expiring.clear()
     world.remote.clear()
-    world.holders.clear()
-    for hold in world.holds.values():
-        hold.due.clear()
+    for pool in world.pools:
+        pool.holes = 0
+    holds.forget_all(world)
     world.foreign_leaving.clear()
     for index, tier in enumerate(world.tiers):
         fresh = Tier(index, tier.spec)
@@ -248,6 +267,7 @@ _HANDLERS: dict[type[Any], Callable[[TieringCore, Any], Reply]] = {
     ev.StoreFinished: TieringCore._store_finished,
     ev.ProbeRequested: TieringCore._probe_requested,
     ev.LoadRequested: TieringCore._load_requested,
+    ev.LeaseRequested: TieringCore._lease_requested,
     ev.LoadOverdue: TieringCore._load_overdue,
     ev.Released: TieringCore._released,
     ev.Touched: TieringCore._touched,
@@ -259,9 +279,12 @@ _HANDLERS: dict[type[Any], Callable[[TieringCore, Any], Reply]] = {
     ev.FlushOverdue: TieringCore._flush_overdue,
     ev.Reset: TieringCore._reset,
     ev.HoldRequested: TieringCore._hold_requested,
+    ev.HoldExtended: TieringCore._hold_extended,
+    ev.HoldTrimmed: TieringCore._hold_trimmed,
     ev.HoldReleased: TieringCore._hold_released,
     ev.RestoreRequested: TieringCore._restore_requested,
+    ev.RestoreStep: TieringCore._restore_step,
 }
-_QUIET = (ev.ProbeRequested, ev.Touched, ev.TierScanned)
+_QUIET = (ev.ProbeRequested, ev.Touched, ev.TierScanned, ev.LeaseRequested, ev.HoldExtended, ev.HoldTrimmed)
 """Events that free nothing and owe nothing."""
 _FREEING = (ev.StoreFinished, ev.OpFinished, ev.OpOverdue, ev.Released, ev.LoadOverdue, ev.TierChanged, ev.Reset)

@@ -1,6 +1,7 @@
 """The elementary changes of state: each one steps its table, keeps the counts that depend on it, and does no policy.
 
-Counts kept here and nowhere else: ``Pool.busy``, ``Pool.free``, ``Block.copies``, ``Block.children``, ``Tier.used_bytes``.
+Counts kept here and nowhere else: ``Pool.busy``, ``Pool.free``, ``Pool.holes``, ``Block.copies``, ``Block.children``,
+``Tier.used_bytes``.
 What happens to every block of every request (grant, land, evict, lease) works on whole batches, with the table's rows
 written out; a test compares them with the tables.
 """
@@ -70,21 +71,49 @@ def learn_parent(world: World, block: Block, parent: BlockKey | None) -> bool:
         return False
     block.parent = parent
     if block.copies:
-        block_of(world, parent, block.pool).children += 1
+        _add_child(world, block_of(world, parent, block.pool))
     return True
+
+
+def _add_child(world: World, block: Block) -> None:
+    block.children += 1
+    if block.children == 1 and not block.copies:
+        world.pools[block.pool].holes += 1
+
+
+def _drop_child(world: World, block: Block) -> None:
+    block.children -= 1
+    if not block.children and not block.copies:
+        world.pools[block.pool].holes -= 1
+
+
+def belongs_to(world: World, block: Block, pool: int) -> None:
+    """The block has no slot, and is now known to be one of this pool."""
+    if block.pool != pool and block.children and not block.copies:
+        world.pools[block.pool].holes -= 1
+        world.pools[pool].holes += 1
+    block.pool = pool
 
 
 def add_copy(world: World, block: Block) -> None:
     block.copies += 1
-    if block.copies == 1 and block.parent is not None:
-        block_of(world, block.parent, block.pool).children += 1
+    if block.copies > 1:
+        return
+    if block.children:
+        world.pools[block.pool].holes -= 1
+    if block.parent is not None:
+        _add_child(world, block_of(world, block.parent, block.pool))
 
 
 def drop_copy(world: World, block: Block) -> None:
     block.copies -= 1
-    if block.copies == 0 and block.parent is not None:
+    if block.copies:
+        return
+    if block.children:
+        world.pools[block.pool].holes += 1
+    if block.parent is not None:
         parent = world.blocks[block.parent]
-        parent.children -= 1
+        _drop_child(world, parent)
         forget_if_idle(world, parent)
 
 
@@ -142,14 +171,20 @@ def grant_all(world: World, pool: Pool, blocks: Sequence[Block]) -> list[int]:
         states[slot] = SLOT_FILLING
         block.state = FILLING
         block.slot = slot
-        block.pool = index
         owner[slot] = block
         block.copies += 1
         parent = block.parent
-        if block.copies == 1 and parent is not None:
-            if before is None or before.key != parent:
-                before = records.get(parent) or block_of(world, parent, index)
-            before.children += 1
+        if block.copies == 1:
+            if block.children:
+                world.pools[block.pool].holes -= 1
+            if parent is not None:
+                if before is None or before.key != parent:
+                    before = records.get(parent) or block_of(world, parent, index)
+                if before.copies:
+                    before.children += 1
+                else:
+                    _add_child(world, before)
+        block.pool = index
         before = block
         slots.append(slot)
     pool.busy += len(slots)
@@ -203,8 +238,10 @@ def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only
             above = records[block.parent]
             above.children -= 1
             if not (above.children or above.copies):
+                world.pools[above.pool].holes -= 1
                 forget_if_idle(world, above)
         if block.children:
+            pool.holes += 1
             continue
         if alone:
             del records[key]

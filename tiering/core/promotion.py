@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiering.core import demotion, restore, room, stores
+from tiering.core import demotion, holds, room, stores
 from tiering.core.commands import Cancel, JobDone, Promote, Touch, Transfer
-from tiering.core.events import LoadPlan, LoadRequested
+from tiering.core.events import LeaseRequested, LoadPlan, LoadRequested
 from tiering.core.moves import (
     cell_of,
     doom,
@@ -63,6 +63,17 @@ def request_load(world: World, event: LoadRequested) -> LoadPlan:
     job.announced = True
     ready = job.slots.index(-1) if job.pending else len(job.slots)
     return LoadPlan(job.job, False, tuple(job.slots[:ready]))
+
+
+def request_lease(world: World, event: LeaseRequested) -> LoadPlan:
+    """Lease the leading READY run and end there."""
+    pool = world.pools[event.pool]
+    slots = _ready_run(world, pool, event.keys)
+    n = len(slots)
+    job = LoadJob(world.next_id(), pool.index, event.keys[:n], n, n, n, slots, cursor=n, done=True)
+    world.loads[job.job] = job
+    lease_all(pool, slots)
+    return LoadPlan(job.job, True, tuple(slots))
 
 
 def _ready_run(world: World, pool: Pool, keys: Sequence[BlockKey]) -> list[int]:
@@ -383,7 +394,7 @@ def finish_promote(world: World, op: Op, outcomes: tuple[Outcome, ...]) -> None:
         fill_landed(world, pool, block, tier.index)
         demotion.owe_nearer(world, block, tier.index)
     if world.holders:
-        restore.settled(world, landed)
+        holds.settled(world, landed)
     for index, blocks in again.items():
         wanted = [block for block in blocks if block.key in world.waiting]
         _promote(world, world.tiers[index], wanted, None)

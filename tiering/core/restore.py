@@ -1,169 +1,177 @@
-"""Re-store: blocks that a caller still holds elsewhere and that the primary tier lost are offered again.
-
-Event-driven: each way in which a held key becomes ABSENT puts just that key in its holders' queues.
-"""
+"""Re-store: slots for blocks that a caller still holds elsewhere and that the primary tier lost (``holds`` knows which)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from tiering.core import stores
-from tiering.core.commands import RestoreDue
-from tiering.core.events import Grant, HoldRequested, RestoreRequested, StorePlan
+from tiering.core import holds, stores
+from tiering.core.events import Grant, RestorePlan, RestoreRequested, RestoreStep, StorePlan
 from tiering.core.moves import block_of, grant_all, learn_parent
-from tiering.core.state import Block, Hold, StoreJob, World
+from tiering.core.state import Block, Hold, Pool, StoreJob, World
 from tiering.core.transitions import PrimaryState
 from tiering.types import BlockKey
 
-READY, ABSENT = PrimaryState.READY, PrimaryState.ABSENT
+READY = PrimaryState.READY
+
+BUDGET, NO_SLOT, RESTING = "budget", "no_slot", "resting"
+"""Why a due block got nothing."""
+
+DUE_STEP_MAX = 2048
+"""Due blocks looked at in one step: it may not hold the lock for long. Those that got nothing go behind the others."""
+
+RUN_MAX = 4096
+"""How far the present run behind a missing block is followed to learn its worth."""
 
 
-def request_hold(world: World, event: HoldRequested) -> int:
-    """Register the holder. Held keys that are ABSENT already are due at once."""
-    hold = Hold(world.next_id(), event.pool, event.keys, {key: i for i, key in reversed(list(enumerate(event.keys)))})
-    world.holds[hold.hold] = hold
-    for key in hold.position:
-        world.holders.setdefault(key, []).append(hold)
-        if _is_absent(world, key):
-            hold.due[key] = None
-    _notify(world, hold)
-    return hold.hold
+@dataclass(slots=True)
+class _Batch:
+    """What one hold gets in a step."""
 
-
-def release_hold(world: World, hold_id: int) -> None:
-    """The caller holds the blocks no more."""
-    hold = world.holds.pop(hold_id, None)
-    if hold is None:
-        world.counters.unknown_completions += 1
-        return
-    for key in hold.position:
-        holders = world.holders.get(key)
-        if holders is not None and hold in holders:
-            holders.remove(hold)
-            if not holders:
-                del world.holders[key]
-
-
-def lost(world: World, keys: Iterable[BlockKey]) -> None:
-    """These keys became ABSENT: due to those that hold them."""
-    for key in keys:
-        for hold in world.holders.get(key, ()):
-            hold.due[key] = None
-            _notify(world, hold)
-
-
-def rest(world: World, block: Block) -> None:
-    """A copy failed: its holders do not try again at once, or a copy that always fails would be tried without end."""
-    for hold in world.holders.get(block.key, ()):
-        hold.rests_until_s = world.now_s + world.spec.restore_pause_s
-
-
-def settled(world: World, blocks: Iterable[Block]) -> None:
-    """Blocks became READY, from whatever source: they are due no more."""
-    for block in blocks:
-        for hold in world.holders.get(block.key, ()):
-            hold.due.pop(block.key, None)
-
-
-def wake(world: World) -> None:
-    """Something came free: holds that could not restore may try again."""
-    for hold in world.holds.values():
-        if hold.due:
-            _notify(world, hold)
-
-
-def _notify(world: World, hold: Hold) -> None:
-    """Tell the holder, once until it answers, and not while there is no point."""
-    if hold.notified or not world.spec.restore or world.now_s < hold.rests_until_s or _starved(world, hold):
-        return
-    if hold.due and (world.pools[hold.pool].free or world.now_s >= hold.looks_again_s):
-        hold.notified = True
-        world.commands.append(RestoreDue(hold.hold))
+    hold: Hold
+    blocks: list[Block] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
 
 def request_restore(world: World, event: RestoreRequested) -> StorePlan:
-    """Grant slots to due blocks, worth most first, within the byte budget; never at the cost of a block worth as much."""
+    """Grant slots to the hold's due blocks, worth most first, within the byte budget."""
     hold = world.holds.get(event.hold)
     if hold is None:
         return StorePlan(0, (), (), 0)
     hold.notified = False
-    pool = world.pools[hold.pool]
-    due = [key for key in hold.due if _is_absent(world, key)]
+    due = [key for key in hold.due if holds.is_absent(world, key)]
     hold.due = OrderedDict.fromkeys(due)  # what is FILLING comes back if that fails
-    worth = _worths(world, hold, due)
-    due.sort(key=lambda key: (-worth[key], hold.position[key]))
-    within = min(len(due), event.bytes_max // pool.spec.payload_bytes)
-    blocks: list[Block] = []
-    slots: list[int] = []
-    for key in due[:within]:
-        if not _make_one_free(world, hold, worth[key]):
-            break
-        index = hold.position[key]
-        block = block_of(world, key, pool.index)
-        learn_parent(world, block, hold.keys[index - 1] if index else None)
-        slots += grant_all(world, pool, [block])
-        blocks.append(block)
-        del hold.due[key]
-    if len(due) > within:
-        _skip(world, "budget", len(due) - within)
-    if len(blocks) < within:
-        _skip(world, "no_slot", within - len(blocks))
-        hold.looks_again_s = world.now_s + world.spec.restore_pause_s
+    pool = world.pools[hold.pool]
+    ranked = _ranked(world, [(hold, key) for key in due])
+    batches, skipped = _grant(world, ranked, event.bytes_max, ranked_only=True)
     later = bool(hold.due)
-    if not blocks:
+    if skipped == NO_SLOT:
+        hold.looks_again_s = world.now_s + world.spec.restore_pause_s
+    if not batches:
         return StorePlan(0, (), (), len(hold.keys), retry=later)
-    job = StoreJob(world.next_id(), pool.index, blocks, slots)
+    plan = _plan(world, pool, batches[hold.hold], later)
+    if skipped != NO_SLOT:
+        holds.notify(world, hold)
+    return plan
+
+
+def request_step(world: World, event: RestoreStep) -> RestorePlan:
+    """Grant slots to what is due in these holds, ranked over all of them, within the byte budget."""
+    if not world.spec.restore:
+        return RestorePlan()
+    due: list[tuple[Hold, BlockKey]] = []
+    seen: set[BlockKey] = set()
+    resting = 0
+    for number in event.holds:
+        hold = world.holds.get(number)
+        if hold is None or not hold.due:
+            continue
+        if world.now_s < hold.rests_until_s:
+            resting += len(hold.due)
+            continue
+        for key in list(islice(hold.due, max(0, DUE_STEP_MAX - len(due)))):
+            world.counters.restore_examined += 1
+            hold.due.move_to_end(key)
+            if key not in seen and holds.is_absent(world, key):
+                seen.add(key)
+                due.append((hold, key))
+    _skip(world, RESTING, resting)
+    order = _ranked(world, due) if event.ranked else [(hold, key, 0) for hold, key in due]
+    batches, skipped = _grant(world, order, event.bytes_max, ranked_only=event.ranked)
+    plans = tuple(
+        (number, _plan(world, world.pools[batch.hold.pool], batch, bool(batch.hold.due)))
+        for number, batch in batches.items()
+    )
+    return RestorePlan(plans, skipped)
+
+
+def _ranked(world: World, due: Sequence[tuple[Hold, BlockKey]]) -> list[tuple[Hold, BlockKey, int]]:
+    """Worth most first, in tokens regained; of one prefix, head first."""
+    wanted = {key for _, key in due}
+    order: list[tuple[Hold, BlockKey, int]] = []
+    memo: dict[int, dict[int, int]] = {}
+    for hold, key in sorted(due, key=lambda item: -item[0].position[item[1]]):
+        worth = _run_behind(world, hold, hold.position[key], wanted, memo.setdefault(hold.hold, {}))
+        order.append((hold, key, worth * world.pools[hold.pool].spec.tokens_per_block))
+    order.sort(key=lambda item: (-item[2], item[0].position[item[1]]))
+    return order
+
+
+def _run_behind(world: World, hold: Hold, at: int, wanted: set[BlockKey], known: dict[int, int]) -> int:
+    """Blocks regained: itself and what is present, or wanted too, right behind it. ``known``: of later positions."""
+    run, position = 1, at + 1
+    while position < len(hold.keys) and run < RUN_MAX:
+        if position in known:
+            run += known[position]
+            break
+        key = hold.keys[position]
+        block = world.blocks.get(key)
+        if key not in wanted and (block is None or block.state is not READY):
+            break
+        run += 1
+        position += 1
+    world.counters.restore_examined += position - at
+    known[at] = run
+    return run
+
+
+def _grant(
+    world: World, order: Sequence[tuple[Hold, BlockKey, int]], bytes_max: int, *, ranked_only: bool
+) -> tuple[dict[int, _Batch], str]:
+    """Slots in this order, until the bytes or the slots of a pool are used up; and what ended it ("" if nothing did)."""
+    batches: dict[int, _Batch] = {}
+    bytes_left, over_budget = bytes_max, 0
+    dry: dict[int, int] = {}
+    for hold, key, worth in order:
+        pool = world.pools[hold.pool]
+        if pool.spec.payload_bytes > bytes_left:
+            over_budget += 1
+            continue
+        if pool.index in dry or not _make_one_free(world, pool, worth, ranked_only):
+            dry[pool.index] = dry.get(pool.index, 0) + 1
+            continue
+        bytes_left -= pool.spec.payload_bytes
+        block = block_of(world, key, pool.index)
+        index = hold.position[key]
+        learn_parent(world, block, hold.keys[index - 1] if index else None)
+        batch = batches.setdefault(hold.hold, _Batch(hold))
+        batch.slots += grant_all(world, pool, [block])
+        batch.blocks.append(block)
+        del hold.due[key]
+    _skip(world, BUDGET, over_budget)
+    _skip(world, NO_SLOT, sum(dry.values()))
+    return batches, NO_SLOT if dry else BUDGET if over_budget else ""
+
+
+def _plan(world: World, pool: Pool, batch: _Batch, later: bool) -> StorePlan:
+    """The store job of a batch, and what its holder is told."""
+    hold = batch.hold
+    job = StoreJob(world.next_id(), pool.index, batch.blocks, batch.slots)
     world.stores[job.job] = job
-    world.counters.restored_blocks += len(blocks)
-    world.counters.restore_bytes += len(blocks) * pool.spec.payload_bytes
-    if len(blocks) == within:
-        _notify(world, hold)
-    grants = tuple(Grant(hold.position[block.key], block.key, slot) for block, slot in zip(blocks, slots, strict=True))
+    world.counters.restored_blocks += len(batch.blocks)
+    world.counters.restore_bytes += len(batch.blocks) * pool.spec.payload_bytes
+    items = zip(batch.blocks, batch.slots, strict=True)
+    grants = tuple(Grant(hold.position[block.key], block.key, slot) for block, slot in items)
     return StorePlan(job.job, grants, (), len(hold.keys), retry=later)
 
 
-def _is_absent(world: World, key: BlockKey) -> bool:
-    block = world.blocks.get(key)
-    return block is None or block.state is ABSENT
-
-
 def _skip(world: World, reason: str, n: int) -> None:
-    skipped = world.counters.restore_skipped
-    skipped[reason] = skipped.get(reason, 0) + n
+    if n:
+        skipped = world.counters.restore_skipped
+        skipped[reason] = skipped.get(reason, 0) + n
 
 
-def _worths(world: World, hold: Hold, due: list[BlockKey]) -> dict[BlockKey, int]:
-    """Blocks regained by each: itself and the present run right behind it; missing neighbours count as one run."""
-    if not due:
-        return {}
-    worth: dict[BlockKey, int] = {}
-    wanted = set(due)
-    run = 0
-    for key in reversed(hold.keys):
-        block = world.blocks.get(key)
-        if key in wanted or (block is not None and block.state is READY):
-            run += 1
-        else:
-            run = 0
-        if key in wanted:
-            worth[key] = run
-    return worth
-
-
-def _starved(world: World, hold: Hold) -> bool:
-    """A load waits for slots: it would take again at once whatever a restore fills, and the two go on for ever."""
-    return any(job.pool == hold.pool for job in world.starved.values())
-
-
-def _make_one_free(world: World, hold: Hold, worth: int) -> bool:
-    """A slot for a block of this worth: a free one, or that of an unheld block worth less (a leaf is worth itself, 1)."""
-    pool = world.pools[hold.pool]
-    if _starved(world, hold):
+def _make_one_free(world: World, pool: Pool, worth: int, ranked: bool) -> bool:
+    """A slot for a block of this worth: a free one, or that of an unheld block worth less (a leaf is worth itself)."""
+    if holds.starved(world, pool.index):
         return False
     if pool.free:
         return True
-    if worth <= 1:
+    if not ranked:
+        return stores.make_free(world, pool, 1, own=(), flow_through=False, spare_owed=False) == 1
+    if worth <= pool.spec.tokens_per_block:
         return False
 
     def worth_as_much(block: Block) -> bool:

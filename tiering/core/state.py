@@ -118,7 +118,7 @@ class Block:
 class Pool:
     """The slots of one group. ``loads`` and ``demotes`` count users of a slot; they outlive the key's interest in it."""
 
-    __slots__ = ("busy", "demotes", "free", "index", "loads", "owner", "policy", "spec", "states")
+    __slots__ = ("busy", "demotes", "free", "holes", "index", "loads", "owner", "policy", "spec", "states")
 
     def __init__(self, index: int, spec: PoolSpec) -> None:
         self.index = index
@@ -137,6 +137,9 @@ class Pool:
         """Slots that are neither FREE nor HELD-and-unused. Equals the count over ``states``."""
         self.policy = spec.policy(spec.slots)
         """Knows just the READY blocks."""
+        self.holes = 0
+        """Blocks of this pool that no tier is known to have though one right behind them is there: ``children`` without
+        ``copies``."""
 
 
 class Tier:
@@ -269,8 +272,16 @@ class Hold:
 
     hold: int
     pool: int
-    keys: tuple[BlockKey, ...]
-    position: dict[BlockKey, int]
+    stepped: bool = False
+    """The caller asks by itself in each of its steps: it is not told."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """The run, from its beginning."""
+    position: dict[BlockKey, int] = field(default_factory=dict)
+    """Where each key that is held stands first in the run."""
+    first: int = 0
+    """Positions below are held no more."""
+    epoch: int = 0
+    """The world's when it was made: a reset ends it."""
     due: OrderedDict[BlockKey, None] = field(default_factory=OrderedDict)
     """Held keys that the primary tier lost (ABSENT, or FILLING again), waiting for a restore."""
     notified: bool = False
@@ -315,6 +326,8 @@ class Counters:
     restored_blocks: int = 0
     restore_bytes: int = 0
     restore_skipped: dict[str, int] = field(default_factory=dict)
+    restore_examined: int = 0
+    """Keys looked at to find out what to re-store: grows with what is lost, not with what is held."""
     probes: int = 0
     resets: int = 0
 

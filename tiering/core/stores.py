@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 
-from tiering.core import demotion, promotion, restore
+from tiering.core import demotion, holds, promotion
 from tiering.core.events import Grant, StorePlan, StoreRequested
 from tiering.core.moves import (
     evict_all,
@@ -295,7 +295,7 @@ def lost_from_primary(world: World, keys: Sequence[BlockKey]) -> None:
             if (block := world.blocks.get(key)) is not None:
                 note_remote(world, block)
     if world.holders:
-        restore.lost(world, keys)
+        holds.lost(world, keys)
 
 
 # -- completion -------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def finish_store(world: World, job_id: int, outcomes: tuple[Outcome, ...]) -> No
             promotion.fill_landed(world, pool, block)
     demotion.owe_after_store(world, landed)
     if world.holders:
-        restore.settled(world, landed)
+        holds.settled(world, landed)
 
 
 def _sort_out(world: World, pool: Pool, job: StoreJob, outcomes: tuple[Outcome, ...]) -> list[Block]:
@@ -337,7 +337,7 @@ def _sort_out(world: World, pool: Pool, job: StoreJob, outcomes: tuple[Outcome, 
             fail_fill(world, pool, block)
             world.counters.failed_fills += 1
             promotion.fill_failed(world, block)
-            restore.rest(world, block)
+            holds.rest(world, block)
             lost_from_primary(world, (block.key,))
             forget_if_idle(world, block)
     return landed

@@ -10,11 +10,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tiering.core import events as ev
 from tiering.core.commands import Command, FlushDone, JobDone, RestoreDue, SlotsFreed
-from tiering.core.lookup import LookupResult
+from tiering.core.lookup import EachResult, LookupResult
 from tiering.core.machine import Reply, TieringCore
 from tiering.errors import InvariantViolation, ShapeError
 from tiering.types import KEY_BYTES_MAX, BlockKey, PrefixMatch
@@ -28,9 +28,13 @@ STORE_KEYS_PER_HOLD_MAX = 512
 Notification: TypeAlias = JobDone | FlushDone | RestoreDue | SlotsFreed
 _NOTIFICATIONS = (JobDone, FlushDone, RestoreDue, SlotsFreed)
 _MISS = LookupResult(PrefixMatch(0, 0, 0, {}))
+Looked = TypeVar("Looked", LookupResult, EachResult)
 FUSED = "the cache is off after an internal contradiction; see the log"
 
-_REQUESTS = (ev.StoreRequested, ev.LoadRequested, ev.ProbeRequested, ev.HoldRequested, ev.RestoreRequested)
+_REQUESTS = (
+    ev.StoreRequested, ev.LoadRequested, ev.LeaseRequested, ev.ProbeRequested, ev.HoldRequested, ev.HoldExtended,
+    ev.RestoreRequested, ev.RestoreStep,
+)  # fmt: skip
 """Events that ask for something; the others report or give back."""
 
 
@@ -155,12 +159,19 @@ class Gate:
                 break
         return total
 
+    def lookup_each(self, pool: int, keys: Sequence[BlockKey], now_s: float) -> EachResult:
+        """Where each key is; at most ``KEYS_PER_HOLD_MAX`` of them. Raises ``ShapeError`` if a key is none."""
+        return self._look(lambda: self._core.lookup_each(pool, keys, now_s), keys, EachResult((None,) * len(keys)))
+
     def _lookup(self, pool: int, keys: Sequence[BlockKey], now_s: float) -> LookupResult:
+        return self._look(lambda: self._core.lookup(pool, keys, now_s), keys, _MISS)
+
+    def _look(self, look: Callable[[], Looked], keys: Sequence[BlockKey], miss: Looked) -> Looked:
         with self._lock:
             if self.fused:
-                return _MISS
+                return miss
             try:
-                return self._core.lookup(pool, keys, now_s)
+                return look()
             except TypeError as error:
                 check_keys(keys, "keys")  # a lookup changes nothing: a caller's mistake is his alone
                 broke: Exception = error
@@ -168,7 +179,11 @@ class Gate:
                 broke = error
             self.fused = str(_as_violation(broke))
         self._blow(broke)
-        return _MISS
+        return miss
+
+    def free_slots(self, pool: int) -> int:
+        """Slots of the pool that hold nothing."""
+        return len(self._core.world.pools[pool].free)
 
     def job_slots(self, job: int) -> tuple[int, ...]:
         """The slots leased to a load job that is done; empty if it is not, after its release, and after the fuse."""
@@ -205,6 +220,8 @@ class Gate:
                     "ready_blocks": len(pool.policy),
                     "leases": sum(len(j.slots) - j.pending for j in world.loads.values() if j.pool == pool.index),
                     "payload_bytes": pool.spec.payload_bytes,
+                    "holes": pool.holes,
+                    "hole_tokens": pool.holes * pool.spec.tokens_per_block,
                 }
                 for pool in world.pools
             ]
@@ -249,8 +266,10 @@ def _as_violation(error: BaseException) -> InvariantViolation:
 def _refusal(event: ev.Event, why: str) -> Reply:
     if isinstance(event, ev.StoreRequested | ev.RestoreRequested):
         return ev.StorePlan(0, (), (), 0, why)
-    if isinstance(event, ev.LoadRequested):
+    if isinstance(event, ev.LoadRequested | ev.LeaseRequested):
         return ev.LoadPlan(0, True, ())
+    if isinstance(event, ev.RestoreStep):
+        return ev.RestorePlan((), why)
     if isinstance(event, ev.FlushRequested | ev.HoldRequested):
         return 0
     return None
