@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tiering import flows
 from tiering.build import Parts
 from tiering.core import events as ev
-from tiering.core.lookup import EachResult
+from tiering.core.lookup import EachResult, LookupResult
 from tiering.errors import ShapeError
 from tiering.runtime.gate import KEYS_PER_HOLD_MAX, STORE_KEYS_PER_HOLD_MAX, check_keys
 from tiering.types import BlockKey, Outcome, PrefixMatch
@@ -52,12 +52,16 @@ class SyncFace:
 
     def lookup(self, keys: Sequence[BlockKey], *, group: int = 0) -> PrefixMatch | None:
         """The longest run that some tier has; None: a tier has been asked, ask again. Takes no slot, loads nothing."""
+        result = self.look(keys, group=group)
+        return None if result.pending else result.match
+
+    def look(self, keys: Sequence[BlockKey], *, group: int = 0) -> LookupResult:
+        """As ``lookup``, but with what is known so far where answers or fills are still on their way (``pending``)."""
         parts = self._parts(group)
         result = parts.gate.lookup(group, keys, parts.clock.now())
-        if not result.pending:
-            return result.match
-        flows.ask(parts, group, result.undecided)
-        return None
+        if result.pending:
+            flows.ask(parts, group, result.undecided)
+        return result
 
     def plan_store(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None, group: int = 0) -> ev.StorePlan:
         """Slots for the longest head of ``keys`` that fits now. Fill them, then ``complete(plan.job, outcomes)``.
@@ -151,6 +155,11 @@ class SyncFace:
     def free_slots(self, *, group: int = 0) -> int:
         """Slots of the group that hold nothing; the next store takes them without evicting."""
         return self._parts(group).gate.free_slots(group)
+
+    def slots_for_loads(self, *, group: int = 0) -> int:
+        """Slots of the group that one load can fill at most: all but the reserve for stores."""
+        spec = self._parts(group).core.world.pools[group].spec
+        return spec.slots - spec.reserve_slots
 
     def complete(self, job: int, outcomes: Sequence[Outcome]) -> None:
         """Report a store job: one outcome a grant, in the plan's order. Unknown jobs are counted and ignored."""

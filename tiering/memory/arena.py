@@ -129,6 +129,16 @@ class Arena:
         return sum(pool.pool_bytes for pool in self._pools)
 
     @property
+    def pools(self) -> tuple[PoolShape, ...]:
+        """The shape of each pool."""
+        return self._pools
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can map it."""
+        return self._fd is not None
+
+    @property
     def huge_pages(self) -> bool:
         """Whether the kernel gave a huge page when the first pool's first bytes were touched."""
         return self._huge_pages

@@ -1,0 +1,239 @@
+"""Stores on the scheduler's side: what is re-stored, what is stored for the first time, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from tiering.connectors.geometry import Geometry, GroupGeometry
+from tiering.connectors.jobs import JobTable, SpecParts
+from tiering.connectors.state import GroupState, RequestState
+from tiering.connectors.wire import StoreJob
+from tiering.core.events import StorePlan
+from tiering.runtime.gate import KEYS_PER_HOLD_MAX, STORE_KEYS_PER_HOLD_MAX
+from tiering.sync import SyncFace
+from tiering.types import BlockKey, Outcome
+
+COMPUTED, GPU_EVICTED, ADAPTIVE = "computed", "gpu_evicted", "adaptive"
+_NOBODY: Final = ""
+"""The request of a job for blocks that no request has any more."""
+_IdsOf: TypeAlias = Callable[[int], tuple[int, ...] | None]
+"""The GPU blocks of the block at this index of a plan."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """One request's job in the making."""
+
+    spec: SpecParts
+    core_jobs: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """A block that stays on the GPU without a request, until the engine gives its blocks away."""
+
+    group: GroupGeometry
+    key: BlockKey
+    gpu_block_ids: tuple[int, ...]
+    position: int
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    null_blocks: int = 0
+    """Positions without a GPU block of their own: outside a window."""
+    evicted_stores: int = 0
+    """Blocks stored because the engine gave their GPU blocks away (``gpu_evicted``)."""
+
+
+@dataclass(slots=True)
+class Storer:
+    """Makes the store jobs of a step. ``prompt_only``: what was generated is not stored."""
+
+    sync: SyncFace
+    geometry: Geometry
+    jobs: JobTable
+    store_when: str
+    restore: bool
+    restore_bytes_max: int
+    prompt_only: bool
+    counters: StoreCounters = field(default_factory=StoreCounters)
+    _residents: dict[int, _Resident] = field(default_factory=dict)
+    """By each of their GPU blocks. ``gpu_evicted`` alone."""
+    _copies: dict[tuple[str, bool], _Copies] = field(default_factory=dict)
+    """By request, and whether it stays."""
+
+    # -- the passes of one step ---------------------------------------------------------------------------------------
+
+    def pass_over(self, leaving: Sequence[RequestState], staying: Sequence[RequestState]) -> None:
+        """First what was lost, then what is new; of requests that leave the GPU and of those that stay.
+
+        ``leaving``: finished or preempted, their GPU blocks still hold what they held.
+        """
+        early = self._stores_early()
+        due = [state for state in leaving if self.store_when != GPU_EVICTED]
+        self._restore([(state, False) for state in due] + [(state, True) for state in staying if early])
+        for state in due:
+            self._store_new(state, stays=False)
+        for state in staying if early else ():
+            self._store_new(state, stays=True)
+        if self.store_when == GPU_EVICTED:
+            for state in leaving:
+                self._remember(state)
+
+    def _stores_early(self) -> bool:
+        """Blocks are stored as soon as they are computed."""
+        if self.store_when == ADAPTIVE:
+            return all(self.sync.free_slots(group=group.group) for group in self.geometry.groups)
+        return self.store_when == COMPUTED
+
+    def given_away(self, gpu_block_ids: Iterable[int]) -> None:
+        """The engine gave these blocks to somebody else; until the forward pass they hold what they held."""
+        lost: dict[tuple[int, BlockKey], _Resident] = {}
+        for block in gpu_block_ids:
+            resident = self._residents.get(block)
+            if resident is not None:
+                lost[resident.group.group, resident.key] = resident
+                self._forget(resident)
+        for resident in sorted(lost.values(), key=lambda r: (r.group.group, r.position)):
+            plan = self.sync.plan_store([resident.key], group=resident.group.group)
+            self.counters.evicted_stores += len(plan.grants)
+            self._take((_NOBODY, False), resident.group, plan, lambda _, r=resident: r.gpu_block_ids)
+
+    def take(self) -> tuple[dict[int, StoreJob], set[int]]:
+        """The jobs made since the last call; and those that read nothing which this step computes.
+
+        These may have to be copied before its forward pass; the others, of requests that stay, must not be: they read
+        blocks that it fills.
+        """
+        made: dict[int, StoreJob] = {}
+        final: set[int] = set()
+        for (request_id, stays), copies in self._copies.items():
+            ids = copies.spec.gpu_block_ids
+            job_id = self.jobs.begin(request_id, copies.core_jobs, ids, is_store=True)
+            made[job_id] = StoreJob(request_id, copies.spec.store_spec())
+            if not stays:
+                final.add(job_id)
+        self._copies.clear()
+        return made, final
+
+    def forget_residents(self) -> None:
+        self._residents.clear()
+
+    # -- stores -------------------------------------------------------------------------------------------------------
+
+    def _store_new(self, state: RequestState, *, stays: bool) -> None:
+        """Offer the blocks from the cursor on, group by group; the cursor stops where no slot was left."""
+        for group, part in zip(self.geometry.groups, state.groups, strict=True):
+            end = self._end(state, group, part)
+            while part.cursor < end:
+                start = part.cursor
+                run = self._run(group, part, start, end)
+                if not run:  # null, or partly so
+                    self.counters.null_blocks += 1
+                    self._advance(group, part, start + 1, stays)
+                    continue
+                keys = part.keys[run.start : run.stop]
+                # A window's head is gone for good: what stands before it is no reason to refuse it.
+                parent = part.keys[run.start - 1] if run.start and not group.windowed else None
+                plan = self.sync.plan_store(keys, parent=parent, group=group.group)
+                self._take(
+                    (state.request.request_id, stays),
+                    group,
+                    plan,
+                    lambda i, r=run, p=part, g=group: g.gpu_blocks(p.table, r[i]),
+                )
+                self._advance(group, part, run.start + plan.stop, stays)
+                if plan.stop < len(keys):
+                    break
+
+    def _end(self, state: RequestState, group: GroupGeometry, part: GroupState) -> int:
+        tokens = state.confirmed_tokens
+        if state.limits.store_tokens_max is not None:
+            tokens = min(tokens, state.limits.store_tokens_max)
+        if self.prompt_only:
+            tokens = min(tokens, state.request.num_prompt_tokens)
+        return min(tokens // group.tokens_per_block, len(part.keys), len(part.table) // group.span)
+
+    def _run(self, group: GroupGeometry, part: GroupState, start: int, end: int) -> range:
+        """The blocks from ``start`` on that are on the GPU in one piece."""
+        stop = start
+        while stop < min(end, start + STORE_KEYS_PER_HOLD_MAX) and group.gpu_blocks(part.table, stop) is not None:
+            stop += 1
+        return range(start, stop)
+
+    def _advance(self, group: GroupGeometry, part: GroupState, cursor: int, stays: bool) -> None:
+        """Everything below the new cursor is held from now on: whatever of it the primary tier loses is due again."""
+        fresh = part.keys[part.cursor : cursor]
+        part.cursor = max(part.cursor, cursor)
+        if not self.restore or not stays or not fresh:
+            return
+        if not part.hold:
+            part.hold = self.sync.hold(fresh[:KEYS_PER_HOLD_MAX], group=group.group)
+            fresh = fresh[KEYS_PER_HOLD_MAX:]
+        if part.hold and fresh:
+            self.sync.extend_hold(part.hold, fresh)
+        if part.hold and group.windowed:
+            self.sync.trim_hold(part.hold, self._first_there(group, part))
+
+    def _first_there(self, group: GroupGeometry, part: GroupState) -> int:
+        """The first block below the cursor that the GPU still has, and all behind it up to the cursor."""
+        first = part.cursor
+        while first and group.gpu_blocks(part.table, first - 1) is not None:
+            first -= 1
+        return first
+
+    # -- re-store -----------------------------------------------------------------------------------------------------
+
+    def _restore(self, states: Sequence[tuple[RequestState, bool]]) -> None:
+        """Slots for what is held and was lost, ranked over all of these requests, within the step's byte budget."""
+        holders: dict[int, tuple[tuple[str, bool], GroupGeometry, GroupState]] = {}
+        for state, stays in states:
+            for group, part in zip(self.geometry.groups, state.groups, strict=True):
+                if part.hold:
+                    if group.windowed:
+                        self.sync.trim_hold(part.hold, self._first_there(group, part))
+                    holders[part.hold] = ((state.request.request_id, stays), group, part)
+        if not holders:
+            return
+        plan = self.sync.plan_restores(tuple(holders), bytes_max=self.restore_bytes_max)
+        for hold, stores in plan.plans:
+            whose, group, part = holders[hold]
+            self._take(whose, group, stores, lambda index, p=part, g=group: g.gpu_blocks(p.table, index))
+
+    # -- gpu_evicted --------------------------------------------------------------------------------------------------
+
+    def _remember(self, state: RequestState) -> None:
+        """The request leaves; its blocks stay in the engine's cache until it needs the room."""
+        for group, part in zip(self.geometry.groups, state.groups, strict=True):
+            for position in range(self._end(state, group, part)):
+                ids = group.gpu_blocks(part.table, position)
+                if ids is None:
+                    continue
+                for block in ids:
+                    if (old := self._residents.get(block)) is not None:
+                        self._forget(old)
+                resident = _Resident(group, part.keys[position], ids, position)
+                self._residents.update(dict.fromkeys(ids, resident))
+
+    def _forget(self, resident: _Resident) -> None:
+        for block in resident.gpu_block_ids:
+            self._residents.pop(block, None)
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, whose: tuple[str, bool], group: GroupGeometry, plan: StorePlan, ids_of: _IdsOf) -> None:
+        """Put a plan's grants into the request's job of this step."""
+        if not plan.job:
+            return
+        found = [ids_of(grant.index) for grant in plan.grants]
+        if None in found:
+            # A block that the GPU has no more was still held: nothing of this plan is copied, and the blocks are due again.
+            self.sync.complete(plan.job, [Outcome.CANCELLED] * len(plan.grants))
+            return
+        copies = self._copies.setdefault(whose, _Copies(SpecParts(len(self.geometry.groups))))
+        copies.core_jobs.append((plan.job, len(plan.grants)))
+        for grant, ids in zip(plan.grants, found, strict=True):
+            copies.spec.add(group.group, ids or (), grant.slot)
