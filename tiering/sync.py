@@ -63,16 +63,19 @@ class SyncFace:
             flows.ask(parts, group, result.undecided)
         return result
 
-    def plan_store(self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None, group: int = 0) -> ev.StorePlan:
+    def plan_store(
+        self, keys: Sequence[BlockKey], *, parent: BlockKey | None = None, group: int = 0, patient: bool = False
+    ) -> ev.StorePlan:
         """Slots for the longest head of ``keys`` that fits now. Fill them, then ``complete(plan.job, outcomes)``.
 
-        Looks at no more than 512 keys a call; ``plan.stop`` tells where it stopped: call again from there.
+        Looks at no more than 512 keys a call; ``plan.stop`` tells where it stopped: call again from there. ``patient``: the
+        caller will, later, so blocks that a tier has not taken yet are not evicted for it.
         """
         parts = self._parts(group)
         head = _head(keys, STORE_KEYS_PER_HOLD_MAX)
         if parent is not None:
             check_keys((parent,), "parent")
-        plan = parts.gate.handle(ev.StoreRequested(parts.clock.now(), group, head, parent))
+        plan = parts.gate.handle(ev.StoreRequested(parts.clock.now(), group, head, parent, patient))
         assert isinstance(plan, ev.StorePlan)
         return plan
 

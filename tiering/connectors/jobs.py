@@ -94,6 +94,12 @@ class JobTable:
                 ended.append(job)
         return ended
 
+    def abandon(self) -> None:
+        """No worker will report any more, and none copies: every open job ends as failed."""
+        for job in list(self.jobs.values()):
+            job.failed, job.error = True, job.error or "the engine shut down"
+            self._end(job)
+
     def _end(self, job: Job) -> None:
         del self.jobs[job.job_id]
         counters = self.counters

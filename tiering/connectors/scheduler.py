@@ -30,6 +30,8 @@ class MatchCounters:
     """Of their prompts, what the engine's own cache lacked."""
     hit_tokens: int = 0
     """Of these, what was promised and allocated for."""
+    resumed_hit_tokens: int = 0
+    """Of these, for requests that had run before and were preempted."""
     asked_again: int = 0
     overdue_lookups: int = 0
     """Lookups that got no answer in time and counted as misses."""
@@ -189,6 +191,8 @@ class OffloadingConnectorScheduler:
         )
         self._release_leases(state)
         self.counters.hit_tokens += num_external_tokens
+        if state.preempted:
+            self.counters.resumed_hit_tokens += num_external_tokens
         for group, table in zip(self._geometry.groups, block_ids, strict=True):
             self._allocated.update(table[computed // group.gpu_tokens_per_block :])
         self._allocated.discard(NULL_BLOCK)
@@ -209,7 +213,8 @@ class OffloadingConnectorScheduler:
         if given_away:
             self._storer.given_away(given_away)
         for state in leaving:
-            state.counted = False  # a preempted one is looked up anew
+            # A preempted one is looked up anew.
+            state.counted, state.preempted = False, True
             self._let_go(state.lost_blocks())
         self._leaving = []
         earlier = set(self._jobs.jobs)
@@ -277,10 +282,13 @@ class OffloadingConnectorScheduler:
         self._storer.forget_residents()
 
     def shutdown(self) -> None:
-        """Give back what is leased and held. The workers' shutdown ends the copies; the manager's close is the caller's."""
+        """Give back all that is leased, held or on the wire. Shut the workers down first: what they have not reported counts
+        as failed, and its slots may be used again. The manager's close is the caller's."""
         self.reset()
         for request_id in list(self._loader.waiting):
             self._loader.abort(request_id)
+        self._loader.waiting.clear()
+        self._jobs.abandon()
 
     def stats(self) -> dict[str, Any]:
         """Counters as plain values, monotonic, and gauges of this moment. Sizes in blocks and tokens."""

@@ -42,6 +42,8 @@ class RequestState:
     """Until then "ask again" is an answer."""
     counted: bool = False
     """Its query is in the statistics, and the path was touched."""
+    preempted: bool = False
+    """It has lost its GPU blocks before."""
     loads_failed: bool = False
     """A copy to the GPU failed: another try would find the same blocks and may fail for ever."""
 

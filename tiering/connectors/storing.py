@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from tiering.connectors.geometry import Geometry, GroupGeometry
 from tiering.connectors.jobs import JobTable, SpecParts
@@ -18,8 +18,6 @@ from tiering.types import BlockKey, Outcome
 COMPUTED, GPU_EVICTED, ADAPTIVE = "computed", "gpu_evicted", "adaptive"
 _NOBODY: Final = ""
 """The request of a job for blocks that no request has any more."""
-_IdsOf: TypeAlias = Callable[[int], tuple[int, ...] | None]
-"""The GPU blocks of the block at this index of a plan."""
 
 
 @dataclass(slots=True)
@@ -100,7 +98,7 @@ class Storer:
         for resident in sorted(lost.values(), key=lambda r: (r.group.group, r.position)):
             plan = self.sync.plan_store([resident.key], group=resident.group.group)
             self.counters.evicted_stores += len(plan.grants)
-            self._take((_NOBODY, False), resident.group, plan, lambda _, r=resident: r.gpu_block_ids)
+            self._take((_NOBODY, False), resident.group, plan, [resident.gpu_block_ids] * len(plan.grants))
 
     def take(self) -> tuple[dict[int, StoreJob], set[int]]:
         """The jobs made since the last call; and those that read nothing which this step computes.
@@ -138,13 +136,10 @@ class Storer:
                 keys = part.keys[run.start : run.stop]
                 # A window's head is gone for good: what stands before it is no reason to refuse it.
                 parent = part.keys[run.start - 1] if run.start and not group.windowed else None
-                plan = self.sync.plan_store(keys, parent=parent, group=group.group)
-                self._take(
-                    (state.request.request_id, stays),
-                    group,
-                    plan,
-                    lambda i, r=run, p=part, g=group: g.gpu_blocks(p.table, r[i]),
-                )
+                # Who stays may come back for what does not fit; who leaves may not.
+                plan = self.sync.plan_store(keys, parent=parent, group=group.group, patient=stays)
+                ids = [group.gpu_blocks(part.table, run.start + grant.index) for grant in plan.grants]
+                self._take((state.request.request_id, stays), group, plan, ids)
                 self._advance(group, part, run.start + plan.stop, stays)
                 if plan.stop < len(keys):
                     break
@@ -201,7 +196,8 @@ class Storer:
         plan = self.sync.plan_restores(tuple(holders), bytes_max=self.restore_bytes_max)
         for hold, stores in plan.plans:
             whose, group, part = holders[hold]
-            self._take(whose, group, stores, lambda index, p=part, g=group: g.gpu_blocks(p.table, index))
+            ids = [group.gpu_blocks(part.table, grant.index) for grant in stores.grants]
+            self._take(whose, group, stores, ids)
 
     # -- gpu_evicted --------------------------------------------------------------------------------------------------
 
@@ -224,16 +220,17 @@ class Storer:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, whose: tuple[str, bool], group: GroupGeometry, plan: StorePlan, ids_of: _IdsOf) -> None:
-        """Put a plan's grants into the request's job of this step."""
+    def _take(
+        self, whose: tuple[str, bool], group: GroupGeometry, plan: StorePlan, ids: Sequence[tuple[int, ...] | None]
+    ) -> None:
+        """Put a plan's grants into the job of this step; ``ids``: the GPU blocks of each."""
         if not plan.job:
             return
-        found = [ids_of(grant.index) for grant in plan.grants]
-        if None in found:
+        if None in ids:
             # A block that the GPU has no more was still held: nothing of this plan is copied, and the blocks are due again.
             self.sync.complete(plan.job, [Outcome.CANCELLED] * len(plan.grants))
             return
         copies = self._copies.setdefault(whose, _Copies(SpecParts(len(self.geometry.groups))))
         copies.core_jobs.append((plan.job, len(plan.grants)))
-        for grant, ids in zip(plan.grants, found, strict=True):
-            copies.spec.add(group.group, ids or (), grant.slot)
+        for grant, blocks in zip(plan.grants, ids, strict=True):
+            copies.spec.add(group.group, blocks or (), grant.slot)
