@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from backends.fsspec.config import S3_SCHEMES, FsspecConfig
@@ -27,6 +27,9 @@ THREADS_MAX: Final = 16
 
 CLOSE_GRACE_S: Final = 0.5
 """Of a close's deadline: for requests that were given up, and to close their connections."""
+
+UNWIND_S: Final = 0.05
+"""What requests that were given up get to unwind, however short the deadline."""
 
 
 class FsspecBackend(Backend):
@@ -70,11 +73,11 @@ class FsspecBackend(Backend):
                 self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"{self._tier}-fsspec")
                 self._blocks = await find_blocks(self.config, namespace, self._tier, self._executor)
                 await open_blocks(self._blocks, self.config, self._executor)
-            except BackendError as error:
-                await self._release()
-                raise BackendError(str(error), tier=self._tier, retryable=error.retryable) from None
-            except BaseException:
-                await self._release()
+            except BaseException as error:
+                with suppress(BackendError):  # what went wrong first is what counts
+                    await self._release()
+                if isinstance(error, BackendError):
+                    raise BackendError(str(error), tier=self._tier, op="open", retryable=error.retryable) from None
                 raise
         self._opened = True
 
@@ -101,7 +104,7 @@ class FsspecBackend(Backend):
         if not await self._idle_within(deadline_s - grace_s):
             if self._blocks is not None:
                 self._blocks.abort()
-            if not await self._idle_within(grace_s):
+            if not await self._idle_within(max(grace_s, UNWIND_S)):
                 raise BackendError(
                     f"{self._calls} calls still run {deadline_s:g} s after the close began",
                     tier=self._tier,

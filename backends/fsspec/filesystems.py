@@ -95,7 +95,7 @@ def _open_error(config: FsspecConfig, trouble: Trouble) -> ConfigError | Backend
     place = f"bucket {config.bucket}" if on_s3 else config.url
     match trouble.kind:
         case Kind.BUSY:
-            return BackendError(f"{place}: {trouble.why}", op="open", retryable=True)
+            return BackendError(f"{place}: {trouble.why}", retryable=True)
         case Kind.MISSING if on_s3:
             remedy = "there is no such bucket at this endpoint; create it, or set `create_bucket: true`"
         case Kind.DENIED if on_s3:

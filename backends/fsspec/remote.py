@@ -135,6 +135,8 @@ class RemoteBlocks:
             verdict = answer.outcome()
         else:
             body = memoryview(answer)
+            if not body.nbytes:
+                return Outcome.MISSING  # as for a lookup
             unpacking = partial(unpack, self._namespace, key, body, dest)
             verdict = await in_thread_if_large(unpacking, dest.nbytes, self._executor)
         if verdict.code is OutcomeCode.CORRUPT:

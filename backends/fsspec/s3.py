@@ -80,6 +80,8 @@ def split_options(storage_options: Mapping[str, Any]) -> tuple[dict[str, Any], d
         common |= {_OUR_WORDS[name]: nested[name] for name in _IN_CLIENT_KWARGS if name in nested}
         if not rest["client_kwargs"]:
             del rest["client_kwargs"]
+    if isinstance(anon := common.get("anon"), str):  # from an environment variable
+        common["anon"] = anon.lower() in ("true", "yes", "on", "1")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         common.setdefault("endpoint_url", endpoint)

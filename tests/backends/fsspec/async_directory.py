@@ -6,13 +6,15 @@ import asyncio
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fsspec.asyn import AsyncFileSystem
 
 
 class AsyncDirectory(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
     protocol = "kvtestasync"
+    read_error: ClassVar[BaseException | None] = None
+    """What a read raises instead."""
 
     async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         await asyncio.sleep(0)
@@ -20,6 +22,8 @@ class AsyncDirectory(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         await asyncio.sleep(0)
+        if self.read_error is not None:
+            raise self.read_error
         return _read(_local(path))[start:end]
 
     async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:

@@ -24,7 +24,8 @@ FAILED, REFUSED = OutcomeCode.FAILED, OutcomeCode.REFUSED
 BUCKET = "kvtiering-tests"
 ENDPOINT_VARIABLE = "KVTIERING_TEST_S3_ENDPOINT"
 CLIENTS = ("obstore", "s3fs")
-SMALL, LARGE = 4096, 1 << 20
+SMALL, LARGE = 4096, 1_100_000
+"""Payload sizes: copied on the loop, and in a thread."""
 
 
 def config(url: str, **fields: object) -> FsspecConfig:

@@ -1,6 +1,6 @@
-"""A process of its own on a shared medium: ``python -m tests.backends.fsspec.sharing_child CONFIG_JSON OP ROUNDS``.
+"""A writer in a process of its own: ``python -m tests.backends.fsspec.sharing_child CONFIG_JSON ROUNDS``.
 
-Prints one line: how many blocks had which outcome. Loads compare every byte.
+Prints one line: how many stores had which outcome.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def keys_of(given: KVLayout) -> list[bytes]:
     return block_keys(list(range(TOKENS_PER_BLOCK * BLOCKS)), given)
 
 
-async def main(config: FsspecConfig, op: str, rounds: int) -> None:
+async def main(config: FsspecConfig, rounds: int) -> None:
     given = layout()
     keys = keys_of(given)
     seen: Counter[str] = Counter()
     async with rig.opened(config, Namespace.of(given, epoch="0")) as backend:
         for _ in range(rounds):
-            call = rig.store if op == "store" else rig.load
-            calls = await asyncio.gather(*(call(backend, keys) for _ in range(WRITERS if op == "store" else 1)))
+            calls = await asyncio.gather(*(rig.store(backend, keys) for _ in range(WRITERS)))
             seen.update(outcome.code.value for outcomes in calls for outcome in outcomes)
     print(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(FsspecConfig.model_validate_json(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    asyncio.run(main(FsspecConfig.model_validate_json(sys.argv[1]), int(sys.argv[2])))

@@ -66,6 +66,7 @@ class TestS3ByObstore(BackendTests):
 
 class TestS3ByS3fs(TestS3ByObstore):
     client = "s3fs"
+    payload_sizes = (4096, 4097, 65536)
 
 
 class TestAsyncFilesystem(TestFileUrl):

@@ -14,6 +14,7 @@ import pytest
 
 from backends.fsspec.backend import FsspecBackend
 from tests.backends.fsspec import rig
+from tests.backends.fsspec.async_directory import AsyncDirectory
 from tests.backends.fsspec.disks import BROKEN, FULL, READ_ONLY, CopiesOnly, Disk
 from tests.backends.fsspec.rig import CORRUPT, FAILED, LARGE, MISSING, OK, REFUSED, SMALL, codes, key_of
 from tiering.api import BackendError, ClosedError, ConfigError, OutcomeCode
@@ -122,6 +123,25 @@ async def test_silent_thread_death_is_an_outcome_and_later_calls_go_on(
             assert "ZeroDivisionError: in a stranger's code" in outcomes[0].why
         disk.setattr(Disk, "read_error", None)
         assert codes(await rig.load(backend, KEYS[:2])) == [OK] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"), [(ZeroDivisionError("in a stranger's code"), False), (asyncio.CancelledError(), True)]
+)
+async def test_silent_task_death_is_an_outcome_and_later_calls_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, retryable: bool
+) -> None:
+    """row 34: also a cancellation that nobody asked for."""
+    fsspec.register_implementation(AsyncDirectory.protocol, AsyncDirectory, clobber=True)
+    async with rig.opened(rig.config(f"{AsyncDirectory.protocol}:/{tmp_path}/kv")) as backend:
+        await rig.store(backend, KEYS[:3])
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncDirectory, "read_error", error)
+            for keys in (KEYS[:1], KEYS[:3]):
+                outcomes = await rig.load(backend, keys)
+                assert codes(outcomes) == [FAILED] * len(keys)
+                assert {outcome.retryable for outcome in outcomes} == {retryable}
+        assert codes(await rig.load(backend, KEYS[:3])) == [OK] * 3
 
 
 async def test_cancellation_waits_for_the_thread_and_aclose_reports_what_outlasts_it(
