@@ -18,6 +18,7 @@ from tiering.errors import ConfigError
 from tiering.memory.arena import SLOT_ALIGNMENT_BYTES, Arena, PoolShape
 from tiering.runtime.clock import Clock
 from tiering.runtime.driver import Driver
+from tiering.runtime.event_log import EventLog
 from tiering.runtime.gate import Gate, Notification
 from tiering.runtime.ports import LaneSpec, Notice
 from tiering.runtime.threads import IoThread
@@ -59,6 +60,8 @@ class Parts:
     """Threads that copy between callers' buffers and slots."""
     notices: dict[str, int]
     """How often something that a person should know happened, by kind."""
+    events: EventLog | None
+    """What came to tiers and went from them; None if nobody wants to know."""
 
 
 def build(config: TieringConfig, layout: KVLayout, clock: Clock, *, shared_arena: bool = False) -> Parts:
@@ -102,7 +105,8 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock, *, shared_arena
         freed.beat()
         progress.beat()
 
-    gate = Gate(core, notify=notify, progress=progress.beat, on_fuse=on_fuse, dump=journal.dump)
+    events = EventLog(config.tier_names, config.events.batches_max) if config.events.recorded else None
+    gate = Gate(core, notify=notify, progress=progress.beat, on_fuse=on_fuse, dump=journal.dump, events=events)
     driver = Driver(
         sink=gate,
         slots=arena,
@@ -131,6 +135,7 @@ def build(config: TieringConfig, layout: KVLayout, clock: Clock, *, shared_arena
         reads=Tally(),
         copies=ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvtiering-copy"),
         notices=notices,
+        events=events,
     )
 
 
@@ -192,6 +197,7 @@ def _core_spec(
         pools=pools,
         tiers=tiers,
         load_bytes_per_request_max=config.primary.load_bytes_per_request_max,
+        events=config.events.recorded,
         restore=config.restore.enabled,
     )
 

@@ -89,6 +89,26 @@ class MetricsConfig(_Section):
     """Address to listen on. The default is reachable from this machine alone."""
 
 
+class EventsConfig(_Section):
+    """KV events: which block came to, or went from, which tier; for routers that send a prompt to where its blocks are."""
+
+    enabled: bool = False
+    """Whether events are recorded, for ``manager.events()``. A ``zmq_endpoint`` turns them on by itself."""
+    zmq_endpoint: str | None = None
+    """ZeroMQ address of a PUB socket: bound if it has a ``*`` or is no ``tcp`` one, else connected to. Needs the ``events`` extra."""
+    zmq_replay_endpoint: str | None = None
+    """ZeroMQ address of a ROUTER socket that sends missed batches again: bound."""
+    topic: str = ""
+    """First part of each message."""
+    batches_max: Annotated[int, Field(gt=0, le=1_000_000)] = 10_000
+    """Newest batches kept for followers and replay. Who is further behind sees a jump in the sequence."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether anybody wants them."""
+        return self.enabled or self.zmq_endpoint is not None
+
+
 def _as_text(value: object) -> object:
     # An epoch is often a step count, and YAML reads it as a number. Only whole numbers come back as they were written.
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -106,6 +126,8 @@ class TieringConfig(_Section):
     """The secondary tiers, near to far. May be empty."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics for Prometheus."""
+    events: EventsConfig = EventsConfig()
+    """KV events for routers."""
     epoch: Annotated[str, BeforeValidator(_as_text), Field(min_length=1, max_length=256)] = "0"
     """Which weights are in use: blocks of another epoch are never served."""
     flush_on_close_s: Seconds = Field(default=5.0, alias="flush_on_close")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import math
+import operator
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -19,12 +21,14 @@ from tiering.core import events as ev
 from tiering.errors import ClosedError, ConfigError, ShapeError, TieringError
 from tiering.memory.buffers import as_rows
 from tiering.metrics import MetricsServer
+from tiering.publisher import EventPublisher
 from tiering.runtime.clock import Clock, SystemClock
+from tiering.runtime.event_log import EventLog
 from tiering.runtime.gate import KEYS_PER_HOLD_MAX, check_keys
 from tiering.runtime.waiting import outcome_of
 from tiering.stats import collect_stats
 from tiering.sync import SyncFace
-from tiering.types import BlockKey, FlushReport, KVLayout, PrefixMatch, StoreReport, TierState, Usage
+from tiering.types import BlockKey, FlushReport, KvEventBatch, KVLayout, PrefixMatch, StoreReport, TierState, Usage
 
 Keys: TypeAlias = Sequence[BlockKey]
 KeysByGroup: TypeAlias = Mapping[int, Sequence[BlockKey]]
@@ -80,6 +84,7 @@ class TieringOffloadingManager:
         self._closing: concurrent.futures.Future[list[str]] | None = None
         self._closer: threading.Thread | None = None
         self._metrics: MetricsServer | None = None
+        self._publisher: EventPublisher | None = None
         self._resets = 0
         """Resets under way."""
         self._sync = SyncFace(self)
@@ -130,6 +135,16 @@ class TieringOffloadingManager:
         """The TCP port of the metrics page (the configured port may be 0); None while there is none."""
         return None if self._metrics is None else self._metrics.port
 
+    @property
+    def events_endpoint(self) -> str | None:
+        """The ZeroMQ address where events are published (a configured port may be ``*``); None while there is none."""
+        return None if self._publisher is None else self._publisher.endpoint
+
+    @property
+    def events_replay_endpoint(self) -> str | None:
+        """The ZeroMQ address where missed events are asked for; None while there is none."""
+        return None if self._publisher is None else self._publisher.replay_endpoint
+
     async def __aenter__(self) -> Self:
         await self.open()
         return self
@@ -154,6 +169,8 @@ class TieringOffloadingManager:
             metrics = self._config.metrics
             if metrics.prometheus_port is not None:
                 self._metrics = MetricsServer(lambda: collect_stats(parts), metrics.host, metrics.prometheus_port)
+            if parts.events is not None and self._config.events.zmq_endpoint is not None:
+                self._publisher = _publisher_of(parts, parts.events)
             opening = parts.driver.open(namespace_of(self._layout, self._epoch))
             _raise_config_error(await self._on_io(parts, opening, OPEN_ANSWER_S))
             await flows.trim(parts, self._clock.now() + OPEN_TRIM_S)
@@ -225,6 +242,10 @@ class TieringOffloadingManager:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
+            if parts.events is not None:
+                parts.events.close()
+            if self._publisher is not None:
+                self._publisher.close()
             left = parts.io.stop(HUNG_THREADS_S if hung else deadline_s)
             in_use = bool(hung or left or parts.calls.count or parts.gate.busy_slots())
             parts.copies.shutdown(wait=not parts.calls.count)
@@ -383,6 +404,27 @@ class TieringOffloadingManager:
         finally:
             self._resets -= 1
 
+    async def events(self, *, since: int | None = None) -> AsyncIterator[KvEventBatch]:
+        """What comes to tiers and goes from them, in order, until the manager closes. Needs ``events`` in the configuration.
+
+        ``since``: begin with this sequence number, as far as it is kept (None: with what happens next). A follower that
+        falls behind by more than ``batches_max`` sees the sequence jump. Raises ``ConfigError`` if events are not recorded.
+        """
+        parts = self.parts
+        if parts.events is None:
+            raise ConfigError("events are not recorded; set `events: {enabled: true}` in the configuration")
+        log = parts.events
+        sequence = log.next_sequence if since is None else since
+        while True:
+            seen = log.pulse.beats
+            for batch in log.since(sequence):
+                sequence = batch.sequence + 1
+                yield batch
+            if log.closed:
+                return
+            if log.next_sequence <= sequence:
+                await log.pulse.beyond(seen, self._clock)
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as plain values: the numbers that the metrics page shows."""
         return collect_stats(self.parts)
@@ -435,3 +477,9 @@ def _raise_config_error(failures: Mapping[str, Exception | None]) -> None:
     for failure in failures.values():
         if isinstance(failure, ConfigError):
             raise failure
+
+
+def _publisher_of(parts: Parts, log: EventLog) -> EventPublisher:
+    shared = frozenset(tier.spec.name for tier in parts.core.world.tiers if tier.spec.capabilities.shared)
+    died = functools.partial(operator.setitem, parts.notices, "events_publisher_died", 1)
+    return EventPublisher(log, parts.config.events, parts.layout, shared, died)

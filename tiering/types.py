@@ -271,3 +271,29 @@ class FlushReport:
     acknowledged: int
     lost: int
     lost_by_tier: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """Blocks that came to a tier or went from it.
+
+    ``kind``: ``"stored"``, ``"removed"``, or ``"cleared"`` (a reset: no tier has anything, and the other fields are empty).
+    ``keys`` of a ``stored`` event follow each other in one prefix, behind ``parent`` (None: unknown, or the beginning).
+    """
+
+    kind: str
+    tier: str = ""
+    group: int = 0
+    keys: tuple[BlockKey, ...] = ()
+    parent: BlockKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventBatch:
+    """What one step of the manager changed. ``sequence`` grows by one from 0: a jump means that batches were missed, and
+    that what a follower believes of the tiers is no more to be trusted."""
+
+    sequence: int
+    time_s: float
+    """Seconds since 1970."""
+    events: tuple[KvEvent, ...]

@@ -43,7 +43,7 @@ from tiering.core.commands import (
 )
 from tiering.core.invariants import check
 from tiering.core.machine import TieringCore
-from tiering.core.state import CoreSpec, PoolSpec
+from tiering.core.state import PRIMARY, CoreSpec, PoolSpec
 from tiering.policies import ARCPolicy, LRUPolicy, PrefixPolicy
 from tiering.types import Outcome, ScanEntry, TierState
 
@@ -90,7 +90,9 @@ class CoreMachine(HoldRules):
         pools = tuple(PoolSpec(n, BLOCK_BYTES, 16, reserve, policy) for n, reserve in zip(SLOTS, (1, 0), strict=True))
         near = exclusive(NEAR, room=ROOM, rule=near_rule, queue=3, batch=batch, policy=policy)
         far = shared(FAR, rule=far_rule, queue=2, batch=batch)
-        self.core = TieringCore(CoreSpec(pools, (near, far), window * BLOCK_BYTES, verdicts_max=6))
+        self.core = TieringCore(CoreSpec(pools, (near, far), window * BLOCK_BYTES, verdicts_max=6, events=True))
+        self.followed: set[tuple[int, bytes]] = set()
+        """(tier, key) that a follower of the changes believes in."""
         self.now_s = 0.0
         self.epoch = 0
         self.slots: dict[tuple[int, int], Bytes | None] = {(p, s): None for p, n in enumerate(SLOTS) for s in range(n)}
@@ -126,6 +128,10 @@ class CoreMachine(HoldRules):
         reply, commands = self.core.handle(event)
         for command in commands:
             self.take(command)
+        if isinstance(event, ev.Reset):
+            self.followed.clear()
+        for change in self.core.take_changes():
+            (self.followed.add if change.stored else self.followed.discard)((change.tier, change.key))
         check(self.core.world)
         return reply
 
@@ -419,6 +425,21 @@ class CoreMachine(HoldRules):
             for slot, block in enumerate(pool.owner):
                 if block is not None and block.state.name == "READY":
                     assert self.slots[pool.index, slot] == (self.epoch, block.key)
+
+    @invariant()
+    def a_follower_knows_what_is_where(self) -> None:
+        blocks = self.core.world.blocks.values() if hasattr(self, "core") else ()
+        ready = {(PRIMARY, block.key) for block in blocks if block.state.name == "READY"}
+        present = {
+            (tier, block.key)
+            for block in blocks
+            for tier, cell in enumerate(block.cells)
+            if cell is not None and cell.state.name == "PRESENT"
+        }
+        if hasattr(self, "core"):
+            # Beyond what is known it may believe in blocks whose verdict was forgotten, not refuted.
+            assert {pair for pair in self.followed if pair[0] == PRIMARY} == ready
+            assert present <= self.followed
 
     @invariant()
     def counters_agree(self) -> None:

@@ -19,7 +19,7 @@ COMMAND = ".venv/bin/python -m tiering.core.transitions > docs/states.md"
 
 BATCHES: dict[Move, Callable[[World, Pool, Block], object]] = {
     Move.GRANT: lambda world, pool, block: moves.grant_all(world, pool, [block]),
-    Move.LAND: lambda world, pool, block: moves.land_all(pool, [block]),
+    Move.LAND: lambda world, pool, block: moves.land_all(world, pool, [block]),
     Move.EVICT: lambda world, pool, block: moves.evict_all(world, pool, [block.key], leaves_only=True),
     Move.FAIL: lambda world, pool, block: moves.fail_fill(world, pool, block),
     Move.DOOM: lambda world, pool, block: moves.doom(world, pool, block),

@@ -17,7 +17,7 @@ from tiering.core.moves import (
     expire,
 )
 from tiering.core.ring import EventRing
-from tiering.core.state import CoreSpec, Counters, Tier, World
+from tiering.core.state import Change, CoreSpec, Counters, Tier, World
 from tiering.core.transitions import PrimaryState
 from tiering.errors import InvariantViolation
 from tiering.types import BlockKey, Outcome
@@ -74,6 +74,17 @@ class TieringCore:
         except IllegalMove as error:
             raise InvariantViolation(str(error), self.history(error.key)) from None
         return reply, world.commands
+
+    def take_changes(self) -> list[Change]:
+        """What came to tiers and went from them since the last call; nothing unless the spec has ``events``.
+
+        A ``Reset`` is not told here: it empties everything, and goes without a word for each block.
+        """
+        changes = self.world.changes
+        if not changes:
+            return []
+        self.world.changes = []
+        return changes
 
     def history(self, key: bytes | None) -> list[str]:
         """The recent events that name the block, searched when they are needed and never kept per block."""
@@ -258,6 +269,8 @@ def _reset(world: World) -> None:
         fresh.lent_bytes = tier.lent_bytes
         fresh.asking = tier.asking
         world.tiers[index] = fresh
+    if world.changes:
+        world.changes.clear()
     world.epoch += 1
     world.counters.resets += 1
 

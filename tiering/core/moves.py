@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiering.core.state import NEVER_S, Block, Cell, Pool, Tier, World
+from tiering.core.state import NEVER_S, Block, Cell, Change, Pool, Tier, World
+from tiering.core.state import PRIMARY as PRIMARY_TIER
 from tiering.core.transitions import CELL, PRIMARY, SLOT, CellState, Move, PrimaryState, SlotState
 from tiering.errors import InvariantViolation
 from tiering.types import BlockKey
@@ -191,7 +192,7 @@ def grant_all(world: World, pool: Pool, blocks: Sequence[Block]) -> list[int]:
     return slots
 
 
-def land_all(pool: Pool, blocks: Sequence[Block]) -> None:
+def land_all(world: World, pool: Pool, blocks: Sequence[Block]) -> None:
     """The fills succeeded: READY, unused."""
     states = pool.states
     for block in blocks:
@@ -203,6 +204,12 @@ def land_all(pool: Pool, blocks: Sequence[Block]) -> None:
         block.state = READY
         states[slot] = SLOT_HELD
     pool.busy -= len(blocks)
+    if world.changes is not None:
+        _note(world.changes, PRIMARY_TIER, True, blocks)
+
+
+def _note(changes: list[Change], tier: int, stored: bool, blocks: Sequence[Block]) -> None:
+    changes += [Change(tier, stored, block.pool, block.key, block.parent) for block in blocks]
 
 
 def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only: bool) -> list[BlockKey]:
@@ -211,7 +218,7 @@ def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only
     Returns those that went.
     """
     records, free, states, owner = world.blocks, pool.free, pool.states, pool.owner
-    loads, demotes, alone = pool.loads, pool.demotes, not world.tiers
+    loads, demotes, alone, changes = pool.loads, pool.demotes, not world.tiers, world.changes
     gone: list[BlockKey] = []
     above: Block | None = None
     for key in keys:
@@ -231,6 +238,8 @@ def evict_all(world: World, pool: Pool, keys: Sequence[BlockKey], *, leaves_only
         block.slot = -1
         block.copies = copies
         gone.append(key)
+        if changes is not None:
+            _note(changes, PRIMARY_TIER, False, (block,))
         above = None
         if copies:
             continue
@@ -290,6 +299,8 @@ def condemn(world: World, pool: Pool, block: Block) -> None:
     pool.owner[slot] = None
     block.slot = -1
     world.counters.condemned_slots += 1
+    if world.changes is not None:
+        _note(world.changes, PRIMARY_TIER, False, (block,))
     drop_copy(world, block)
 
 
@@ -366,7 +377,7 @@ def cell_of(block: Block, tier: Tier) -> Cell:
 
 
 def step_cell(world: World, block: Block, cell: Cell, move: Move) -> None:
-    """One step of the cell's table; keeps ``copies`` and the generation."""
+    """One step of the cell's table; keeps ``copies``, the generation and what is told of changes."""
     old = cell.state
     new = CELL.get((old, move))
     if new is None:
@@ -374,6 +385,9 @@ def step_cell(world: World, block: Block, cell: Cell, move: Move) -> None:
     cell.state = new
     cell.generation += 1
     cell.until_s = NEVER_S
+    # A verdict that is forgotten is no block that went.
+    if world.changes is not None and move is not Move.EXPIRE and CellState.PRESENT in (old, new):
+        _note(world.changes, block.cells.index(cell), new is CellState.PRESENT, (block,))
     if new is CellState.PRESENT:
         add_copy(world, block)
     elif old is CellState.PRESENT:

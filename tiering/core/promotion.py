@@ -387,7 +387,7 @@ def finish_promote(world: World, op: Op, outcomes: tuple[Outcome, ...]) -> None:
             again.setdefault(other.index, []).append(block)
         else:
             _give_up_fill(world, pool, block)
-    land_all(pool, landed)
+    land_all(world, pool, landed)
     world.counters.promoted_blocks += len(landed)
     stores.admit_runs(pool, landed)
     for block in landed:

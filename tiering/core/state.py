@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from tiering.api import BackendCapabilities, EvictionPolicy
 from tiering.core.commands import Command
@@ -51,6 +51,21 @@ class TierSpec:
     """Smallest payload of the namespace: sizes the policy."""
 
 
+PRIMARY = -1
+"""Stands for the primary tier where a tier's index is asked for."""
+
+
+class Change(NamedTuple):
+    """A block came to a tier, or went from it."""
+
+    tier: int
+    """``PRIMARY`` or the tier's index."""
+    stored: bool
+    pool: int
+    key: BlockKey
+    parent: BlockKey | None
+
+
 @dataclass(frozen=True, slots=True)
 class CoreSpec:
     pools: tuple[PoolSpec, ...]
@@ -64,6 +79,8 @@ class CoreSpec:
     """How long "absent" is believed of a tier that others may fill, or that failed to answer."""
     verdicts_max: int = 262_144
     """Most verdicts remembered of blocks that only tiers beyond our control have, and as many that one lacks."""
+    events: bool = False
+    """Whether each block's coming and going is noted (``World.changes``)."""
     restore: bool = True
     restore_pause_s: float = 0.05
     """After a restore whose copy failed, or that found no slot, its hold is not told again before this."""
@@ -371,6 +388,8 @@ class World:
         self.now_s = 0.0
         self.commands: list[Command] = []
         self.counters = Counters()
+        self.changes: list[Change] | None = [] if spec.events else None
+        """What came and went since ``TieringCore.take_changes``; None if nobody wants to know."""
 
     def next_id(self) -> int:
         self.last_id += 1

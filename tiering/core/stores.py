@@ -313,7 +313,7 @@ def finish_store(world: World, job_id: int, outcomes: tuple[Outcome, ...]) -> No
     landed = job.blocks
     if outcomes.count(Outcome.OK) < len(outcomes) or pool.states[job.slots[0]] is SlotState.DOOMED:
         landed = _sort_out(world, pool, job, outcomes)
-    land_all(pool, landed)
+    land_all(world, pool, landed)
     world.counters.stored_blocks += len(landed)
     admit_runs(pool, landed)
     if world.waiting:

@@ -17,6 +17,7 @@ from tiering.core.commands import Command, FlushDone, JobDone, RestoreDue, Slots
 from tiering.core.lookup import EachResult, LookupResult
 from tiering.core.machine import Reply, TieringCore
 from tiering.errors import InvariantViolation, ShapeError
+from tiering.runtime.event_log import EventLog
 from tiering.types import KEY_BYTES_MAX, BlockKey, PrefixMatch
 
 log = logging.getLogger("tiering.gate")
@@ -42,7 +43,8 @@ class Gate:
     """Lets one thread at a time into the core.
 
     ``notify`` gets what callers wait for, ``progress`` a call whenever the driver reported something, ``on_fuse`` one
-    when the fuse goes; all run outside the lock, in the reporting thread. ``dump`` returns the journal's text.
+    when the fuse goes; all run outside the lock, in the reporting thread. ``dump`` returns the journal's text. ``events``
+    is told, under the lock, what came and went.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Gate:
         progress: Callable[[], None],
         on_fuse: Callable[[], None],
         dump: Callable[[], str],
+        events: EventLog | None = None,
     ) -> None:
         self._core = core
         self._lock = threading.Lock()
@@ -60,6 +63,7 @@ class Gate:
         self._progress = progress
         self._on_fuse = on_fuse
         self._dump = dump
+        self._events = events
         self._submit: Callable[[Sequence[Command]], None] | None = None
         self.closed = ""
         """Why nothing is granted any more; "" while the manager is open. Set once, by ``shut``."""
@@ -109,6 +113,7 @@ class Gate:
         reply: Reply = None
         notifications: list[Notification] = []
         broke: BaseException | None = None
+        news = False
         for event in events:
             with self._lock:
                 if self.fused or (self.closed and isinstance(event, _REQUESTS)):
@@ -116,6 +121,8 @@ class Gate:
                     continue
                 try:
                     reply, commands = self._core.handle(event)
+                    if self._events is not None:
+                        news = self._record(self._events, event) or news
                     io = [c for c in commands if not isinstance(c, _NOTIFICATIONS)]
                     notifications += [c for c in commands if isinstance(c, _NOTIFICATIONS)]
                     if io and self._submit is not None:
@@ -128,9 +135,22 @@ class Gate:
             self._blow(broke)
         if notifications:
             self._notify(notifications)
+        if news and self._events is not None:
+            self._events.pulse.beat()
         if broke is not None and not isinstance(broke, Exception):
             raise broke  # an interrupt of the caller's is still his
         return reply
+
+    def _record(self, events: EventLog, event: ev.Event) -> bool:
+        """Tell the log what the event changed; under the lock, so that the order is right."""
+        changes = self._core.take_changes()
+        if isinstance(event, ev.Reset):
+            events.cleared()
+        elif not changes:
+            return False
+        else:
+            events.append(changes)
+        return True
 
     def _blow(self, broke: BaseException) -> None:
         """One log line with the journal; everybody who waits is let go."""
