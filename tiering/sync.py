@@ -144,14 +144,14 @@ class SyncFace:
         parts = self._manager.organs
         parts.gate.handle(ev.HoldReleased(parts.clock.now(), hold))
 
-    def plan_restores(self, holds: Sequence[int], *, bytes_max: int, ranked: bool = True) -> ev.RestorePlan:
-        """Slots for what is due in these holds: fill them, then ``complete`` each plan's job.
+    def plan_restores(self, holds: Sequence[int] | None, *, bytes_max: int, ranked: bool = True) -> ev.RestorePlan:
+        """Slots for what is due in these holds, or (None) in all: fill them, then ``complete`` each plan's job.
 
         Ranked over all of them by the tokens that each block would regain, and never at the cost of a block worth as much;
         not ``ranked``: in the holds' order, evicting as a store would. Empty where ``restore`` is off.
         """
         parts = self._parts(0)
-        plan = parts.gate.handle(ev.RestoreStep(parts.clock.now(), tuple(holds), bytes_max, ranked))
+        plan = parts.gate.handle(ev.RestoreStep(parts.clock.now(), None if holds is None else tuple(holds), bytes_max, ranked))
         assert isinstance(plan, ev.RestorePlan)
         return plan
 

@@ -37,7 +37,7 @@ anything = st.one_of(
     ),
     st.builds(ev.HoldRequested, times, numbers, runs, st.booleans()),
     st.builds(ev.HoldTrimmed, times, numbers, numbers),
-    st.builds(ev.RestoreStep, times, st.lists(numbers, max_size=3).map(tuple), numbers, st.booleans()),
+    st.builds(ev.RestoreStep, times, st.none() | st.lists(numbers, max_size=3).map(tuple), numbers, st.booleans()),
     *(
         st.builds(kind, times, numbers)
         for kind in (ev.LoadOverdue, ev.Released, ev.OpOverdue, ev.FlushOverdue, ev.HoldReleased)

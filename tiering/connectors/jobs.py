@@ -50,8 +50,8 @@ class JobTable:
     world_size: int
     counters: JobCounters = field(default_factory=JobCounters)
     jobs: dict[int, Job] = field(default_factory=dict)
-    _reads: dict[int, set[int]] = field(default_factory=dict)
-    """GPU block -> store jobs that read it."""
+    _reads: dict[int, int] = field(default_factory=dict)
+    """GPU block -> the newest open store job that reads it. An older one was flushed when the block was given away."""
     _last_id: int = 0
 
     def begin(
@@ -63,8 +63,7 @@ class JobTable:
         self.jobs[job.job_id] = job
         if is_store:
             self.counters.store_jobs += 1
-            for block in gpu_block_ids:
-                self._reads.setdefault(block, set()).add(job.job_id)
+            self._reads.update(dict.fromkeys(gpu_block_ids, job.job_id))
         else:
             self.counters.load_jobs += 1
         return job.job_id
@@ -73,10 +72,7 @@ class JobTable:
         """Store jobs that read any of these GPU blocks."""
         if not self._reads:
             return frozenset()
-        found: set[int] = set()
-        for block in gpu_block_ids:
-            found |= self._reads.get(block, set())
-        return frozenset(found)
+        return frozenset(self._reads[block] for block in gpu_block_ids if block in self._reads)
 
     def report(self, output: WorkerOutput) -> list[Job]:
         """Take in what ranks say; the jobs that all ranks have ended now, the manager told."""
@@ -108,9 +104,7 @@ class JobTable:
             counters.last_error = job.error
         if job.is_store:
             for block in job.gpu_block_ids:
-                readers = self._reads[block]
-                readers.discard(job.job_id)
-                if not readers:
+                if self._reads.get(block) == job.job_id:
                     del self._reads[block]
             counters.failed_store_jobs += job.failed
             counters.stored_blocks += 0 if job.failed else blocks

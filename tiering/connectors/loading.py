@@ -146,8 +146,12 @@ class Loader:
         group, table = part.group, load.tables[part.group.group]
         gpu_computed = load.computed_tokens // group.gpu_tokens_per_block
         for index, block in enumerate(part.blocks):
-            first = max(block * group.span, gpu_computed)
-            ids = [i for i in table[first : (block + 1) * group.span] if i != NULL_BLOCK]
+            first, stop = max(block * group.span, gpu_computed), (block + 1) * group.span
+            while first < stop and table[first] == NULL_BLOCK:  # the engine's window may begin inside our block
+                first += 1
+            ids = table[first:stop]
+            if not ids:
+                continue
             if tokens > load.computed_tokens and (block + 1) * group.tokens_per_block <= tokens:
                 if not spec.slots[group.group]:
                     spec.first_index[group.group] = first - block * group.span

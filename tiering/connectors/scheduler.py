@@ -102,7 +102,8 @@ class OffloadingConnectorScheduler:
         the step. No I/O but probes is started, and no slot is taken.
         """
         state = self._state(request)
-        self._let_go(state.lost_blocks())
+        self._detach(state)  # the engine has taken its blocks, and tells in this step
+        self._storer.let_go(state)
         state.extend_keys(self._geometry)
         self._release_leases(state)
         state.computed_tokens = num_computed_tokens
@@ -204,24 +205,35 @@ class OffloadingConnectorScheduler:
         for state in list(self._leased.values()):
             self._release_leases(state)
         load_jobs = self._loader.collect(self._clock.now())
-        preempted = [self._requests[name] for name in step.preempted if name in self._requests]
-        leaving = [*self._leaving, *preempted]
+        self._preempted(step)
         staying = [known for scheduled in step.scheduled if (known := self._scheduled(scheduled)) is not None]
-        self._storer.pass_over(leaving, staying)
-        given_away = self._allocated | step.allocated_block_ids
+        self._storer.pass_over(self._leaving, staying)
+        given_away = frozenset(self._allocated | step.allocated_block_ids)
         self._allocated = set()
         if given_away:
             self._storer.given_away(given_away)
-        for state in leaving:
-            # A preempted one is looked up anew.
-            state.counted, state.preempted = False, True
-            self._let_go(state.lost_blocks())
+        for state in self._leaving:
+            self._storer.let_go(state)
         self._leaving = []
-        earlier = set(self._jobs.jobs)
-        store_jobs, final = self._storer.take()
-        flush = self._jobs.reading(given_away) & (earlier | final)
+        earlier = self._jobs.reading(given_away)
+        store_jobs, urgent = self._storer.take(given_away)
+        flush = earlier | urgent
         self._jobs.counters.flushed_jobs += len(flush)
         return ConnectorMetadata(load_jobs, store_jobs, flush, self._arena)
+
+    def _preempted(self, step: StepOutput) -> None:
+        """Requests that lost their blocks: what these held is stored in this step, as far as it is not yet."""
+        for name in step.preempted:
+            if (state := self._requests.get(name)) is not None:
+                state.counted, state.preempted = False, True  # looked up anew
+                self._detach(state)
+
+    def _detach(self, state: RequestState) -> None:
+        """The blocks that the request had go their own way; it may have got others, and run on them, in this very step."""
+        if not state.confirmed_tokens:
+            return
+        self._leaving.append(old := state.detached(self._geometry))
+        self._storer.moved(old)
 
     def _scheduled(self, scheduled: ScheduledRequest) -> RequestState | None:
         state = self._requests.get(scheduled.request_id)
@@ -229,7 +241,7 @@ class OffloadingConnectorScheduler:
             return None
         if scheduled.computed_tokens < state.confirmed_tokens:
             # A load failed, or drafts were rejected: what was behind is not what its key says, and is held no more.
-            self._let_go(state.lost_blocks())
+            self._storer.let_go(state)
         state.set_tables(scheduled.block_ids)
         state.confirmed_tokens = scheduled.computed_tokens + scheduled.scheduled_tokens
         state.extend_keys(self._geometry)
@@ -241,7 +253,7 @@ class OffloadingConnectorScheduler:
             if job.failed and not job.is_store and (state := self._requests.get(job.request_id)) is not None:
                 state.loads_failed = True
                 # Its blocks are not what their keys say until they are computed.
-                self._let_go(state.lost_blocks())
+                self._storer.let_go(state)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -261,7 +273,7 @@ class OffloadingConnectorScheduler:
             state.extend_keys(self._geometry)
             self._leaving.append(state)
         else:
-            self._let_go(state.lost_blocks())
+            self._storer.let_go(state)
         return False, None
 
     def has_pending_work(self) -> bool:
@@ -275,9 +287,9 @@ class OffloadingConnectorScheduler:
         """
         for state in self._requests.values():
             self._release_leases(state)
-            self._let_go(state.lost_blocks())
+            self._storer.let_go(state)
         for state in self._leaving:
-            self._let_go(state.lost_blocks())
+            self._storer.let_go(state)
         self._leaving = []
         self._storer.forget_residents()
 
@@ -316,10 +328,6 @@ class OffloadingConnectorScheduler:
             self._sync.release(job)
         state.leases.clear()
         self._leased.pop(state.request.request_id, None)
-
-    def _let_go(self, holds: Sequence[int]) -> None:
-        for hold in holds:
-            self._sync.drop_hold(hold)
 
 
 def _address_of(manager: TieringOffloadingManager) -> ArenaAddress | None:

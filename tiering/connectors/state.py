@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiering.connectors.geometry import Geometry
 from tiering.connectors.requests import EngineRequest, RequestLimits
+from tiering.errors import ShapeError
 from tiering.types import BlockKey
 
 
@@ -32,8 +33,12 @@ class RequestState:
     groups: list[GroupState]
     confirmed_tokens: int = 0
     """Tokens whose KV the GPU blocks hold once the last step that was scheduled has run."""
+    settled_tokens: int = 0
+    """Until ``confirmed_tokens`` reaches it there is no block to store that was not looked at."""
+    hashes_seen: int = 0
+    """Of the request's ``block_hashes``, those that are in the keys."""
     computed_tokens: int = 0
-    """Of them, what the engine had when it asked for a match."""
+    """What the engine had when it asked for a match."""
     in_step: bool = False
     """The load that was reported last is to happen inside the step."""
     leases: list[int] = field(default_factory=list)
@@ -54,17 +59,30 @@ class RequestState:
     def extend_keys(self, geometry: Geometry) -> None:
         """Take in the blocks that the request has completed since."""
         hashes = self.request.block_hashes
+        if len(hashes) == self.hashes_seen:
+            return
+        self.hashes_seen = len(hashes)
         for group, part in zip(geometry.groups, self.groups, strict=True):
             geometry.extend_keys(part.keys, group, hashes)
 
     def set_tables(self, block_ids: Sequence[Sequence[int]]) -> None:
-        for part, ids in zip(self.groups, block_ids, strict=True):
-            part.table = ids
+        if len(block_ids) != len(self.groups):
+            raise ShapeError(f"block_ids: {len(block_ids)} tables for {len(self.groups)} groups")
+        for index, part in enumerate(self.groups):
+            part.table = block_ids[index]
 
     def lost_blocks(self) -> list[int]:
         """The GPU blocks are gone: lists and cursors start again. Returns the holds that end with them."""
         holds = [part.hold for part in self.groups if part.hold]
         for part in self.groups:
             part.table, part.cursor, part.hold = (), 0, 0
-        self.confirmed_tokens = 0
+        self.confirmed_tokens = self.settled_tokens = 0
         return holds
+
+    def detached(self, geometry: Geometry) -> RequestState:
+        """Its blocks, keys, cursors and holds as a state of their own; this one starts again without blocks."""
+        old = replace(self)
+        self.groups = [GroupState() for _ in geometry.groups]
+        self.confirmed_tokens = self.settled_tokens = self.hashes_seen = 0
+        old.leases = []
+        return old

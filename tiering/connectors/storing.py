@@ -58,25 +58,36 @@ class Storer:
     restore_bytes_max: int
     prompt_only: bool
     counters: StoreCounters = field(default_factory=StoreCounters)
+    _held: dict[int, tuple[RequestState, GroupGeometry, GroupState]] = field(default_factory=dict)
+    """By hold."""
+    _windowed: bool = False
     _residents: dict[int, _Resident] = field(default_factory=dict)
     """By each of their GPU blocks. ``gpu_evicted`` alone."""
     _copies: dict[tuple[str, bool], _Copies] = field(default_factory=dict)
     """By request, and whether it stays."""
+
+    def __post_init__(self) -> None:
+        self._windowed = any(group.windowed for group in self.geometry.groups)
 
     # -- the passes of one step ---------------------------------------------------------------------------------------
 
     def pass_over(self, leaving: Sequence[RequestState], staying: Sequence[RequestState]) -> None:
         """First what was lost, then what is new; of requests that leave the GPU and of those that stay.
 
-        ``leaving``: finished or preempted, their GPU blocks still hold what they held.
+        ``leaving``: finished or preempted, their GPU blocks still hold what they held. ``staying``: those that this step
+        schedules; what the others hold is re-stored as well.
         """
         early = self._stores_early()
         due = [state for state in leaving if self.store_when != GPU_EVICTED]
-        self._restore([(state, False) for state in due] + [(state, True) for state in staying if early])
+        if self._windowed:
+            for state in (*due, *staying):
+                self._trim(state)
+        self._restore(due, everybody=early)
         for state in due:
             self._store_new(state, stays=False)
         for state in staying if early else ():
-            self._store_new(state, stays=True)
+            if state.confirmed_tokens >= state.settled_tokens:
+                self._store_new(state, stays=True)
         if self.store_when == GPU_EVICTED:
             for state in leaving:
                 self._remember(state)
@@ -100,22 +111,28 @@ class Storer:
             self.counters.evicted_stores += len(plan.grants)
             self._take((_NOBODY, False), resident.group, plan, [resident.gpu_block_ids] * len(plan.grants))
 
-    def take(self) -> tuple[dict[int, StoreJob], set[int]]:
-        """The jobs made since the last call; and those that read nothing which this step computes.
+    def take(self, given_away: frozenset[int]) -> tuple[dict[int, StoreJob], set[int]]:
+        """The jobs made since the last call; and those of them that must be copied before this step's forward pass.
 
-        These may have to be copied before its forward pass; the others, of requests that stay, must not be: they read
-        blocks that it fills.
+        These read blocks in ``given_away``. Jobs of requests that stay never are among them: what they read there is what
+        the forward pass is about to fill.
         """
         made: dict[int, StoreJob] = {}
-        final: set[int] = set()
+        urgent: set[int] = set()
         for (request_id, stays), copies in self._copies.items():
             ids = copies.spec.gpu_block_ids
             job_id = self.jobs.begin(request_id, copies.core_jobs, ids, is_store=True)
             made[job_id] = StoreJob(request_id, copies.spec.store_spec())
-            if not stays:
-                final.add(job_id)
+            if not stays and not given_away.isdisjoint(ids):
+                urgent.add(job_id)
         self._copies.clear()
-        return made, final
+        return made, urgent
+
+    def moved(self, state: RequestState) -> None:
+        """What is held is remembered under this state from now on."""
+        for group, part in zip(self.geometry.groups, state.groups, strict=True):
+            if part.hold:
+                self._held[part.hold] = (state, group, part)
 
     def forget_residents(self) -> None:
         self._residents.clear()
@@ -124,6 +141,7 @@ class Storer:
 
     def _store_new(self, state: RequestState, *, stays: bool) -> None:
         """Offer the blocks from the cursor on, group by group; the cursor stops where no slot was left."""
+        all_done = True
         for group, part in zip(self.geometry.groups, state.groups, strict=True):
             end = self._end(state, group, part)
             while part.cursor < end:
@@ -131,7 +149,7 @@ class Storer:
                 run = self._run(group, part, start, end)
                 if not run:  # null, or partly so
                     self.counters.null_blocks += 1
-                    self._advance(group, part, start + 1, stays)
+                    self._advance(state, group, part, start + 1, stays=stays)
                     continue
                 keys = part.keys[run.start : run.stop]
                 # A window's head is gone for good: what stands before it is no reason to refuse it.
@@ -140,9 +158,15 @@ class Storer:
                 plan = self.sync.plan_store(keys, parent=parent, group=group.group, patient=stays)
                 ids = [group.gpu_blocks(part.table, run.start + grant.index) for grant in plan.grants]
                 self._take((state.request.request_id, stays), group, plan, ids)
-                self._advance(group, part, run.start + plan.stop, stays)
+                self._advance(state, group, part, run.start + plan.stop, stays=stays)
                 if plan.stop < len(keys):
+                    all_done = False
                     break
+        if all_done:
+            state.settled_tokens = min(
+                (part.cursor + 1) * group.tokens_per_block
+                for group, part in zip(self.geometry.groups, state.groups, strict=True)
+            )
 
     def _end(self, state: RequestState, group: GroupGeometry, part: GroupState) -> int:
         tokens = state.confirmed_tokens
@@ -159,7 +183,9 @@ class Storer:
             stop += 1
         return range(start, stop)
 
-    def _advance(self, group: GroupGeometry, part: GroupState, cursor: int, stays: bool) -> None:
+    def _advance(
+        self, state: RequestState, group: GroupGeometry, part: GroupState, cursor: int, *, stays: bool
+    ) -> None:
         """Everything below the new cursor is held from now on: whatever of it the primary tier loses is due again."""
         fresh = part.keys[part.cursor : cursor]
         part.cursor = max(part.cursor, cursor)
@@ -168,10 +194,10 @@ class Storer:
         if not part.hold:
             part.hold = self.sync.hold(fresh[:KEYS_PER_HOLD_MAX], group=group.group)
             fresh = fresh[KEYS_PER_HOLD_MAX:]
+            if part.hold:
+                self._held[part.hold] = (state, group, part)
         if part.hold and fresh:
             self.sync.extend_hold(part.hold, fresh)
-        if part.hold and group.windowed:
-            self.sync.trim_hold(part.hold, self._first_there(group, part))
 
     def _first_there(self, group: GroupGeometry, part: GroupState) -> int:
         """The first block below the cursor that the GPU still has, and all behind it up to the cursor."""
@@ -182,22 +208,31 @@ class Storer:
 
     # -- re-store -----------------------------------------------------------------------------------------------------
 
-    def _restore(self, states: Sequence[tuple[RequestState, bool]]) -> None:
-        """Slots for what is held and was lost, ranked over all of these requests, within the step's byte budget."""
-        holders: dict[int, tuple[tuple[str, bool], GroupGeometry, GroupState]] = {}
-        for state, stays in states:
-            for group, part in zip(self.geometry.groups, state.groups, strict=True):
-                if part.hold:
-                    if group.windowed:
-                        self.sync.trim_hold(part.hold, self._first_there(group, part))
-                    holders[part.hold] = ((state.request.request_id, stays), group, part)
-        if not holders:
+    def _restore(self, leaving: Sequence[RequestState], *, everybody: bool) -> None:
+        """Slots for what is held and was lost, ranked over all requests, within the step's byte budget."""
+        if not self._held:
             return
-        plan = self.sync.plan_restores(tuple(holders), bytes_max=self.restore_bytes_max)
-        for hold, stores in plan.plans:
-            whose, group, part = holders[hold]
+        last_chance = [part.hold for state in leaving for part in state.groups if part.hold]
+        if not everybody and not last_chance:
+            return
+        leaves = set(map(id, leaving))
+        holds = None if everybody else last_chance
+        for hold, stores in self.sync.plan_restores(holds, bytes_max=self.restore_bytes_max).plans:
+            state, group, part = self._held[hold]
             ids = [group.gpu_blocks(part.table, grant.index) for grant in stores.grants]
-            self._take(whose, group, stores, ids)
+            self._take((state.request.request_id, id(state) not in leaves), group, stores, ids)
+
+    def _trim(self, state: RequestState) -> None:
+        """What left a sliding window is on the GPU no more."""
+        for group, part in zip(self.geometry.groups, state.groups, strict=True):
+            if part.hold and group.windowed:
+                self.sync.trim_hold(part.hold, self._first_there(group, part))
+
+    def let_go(self, state: RequestState) -> None:
+        """The GPU blocks are gone: nothing is held any more, and cursors start again."""
+        for hold in state.lost_blocks():
+            del self._held[hold]
+            self.sync.drop_hold(hold)
 
     # -- gpu_evicted --------------------------------------------------------------------------------------------------
 

@@ -192,14 +192,14 @@ class RestoreRequested:
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """Grant slots for what is due in these stepped holds, all of them ranked together. Reply: ``RestorePlan``.
+    """Grant slots for what is due in these stepped holds (None: in all), ranked together. Reply: ``RestorePlan``.
 
     ``ranked``: worth most first, and never at the cost of a block worth as much. Otherwise in the holds' order, evicting
     as a store would.
     """
 
     now_s: float
-    holds: tuple[int, ...]
+    holds: tuple[int, ...] | None
     bytes_max: int
     ranked: bool = True
 

@@ -62,6 +62,7 @@ def trim(world: World, event: HoldTrimmed) -> None:
 def release_hold(world: World, hold_id: int) -> None:
     """The caller holds the blocks no more."""
     hold = world.holds.pop(hold_id, None)
+    world.due_steps.pop(hold_id, None)
     if hold is None:
         world.counters.unknown_completions += 1
         return
@@ -80,6 +81,7 @@ def _let_go(world: World, hold: Hold, key: BlockKey) -> None:
 def forget_all(world: World) -> None:
     """A reset: what is held is of the old weights."""
     world.holders.clear()
+    world.due_steps.clear()
     for hold in world.holds.values():
         hold.due.clear()
 
@@ -113,8 +115,12 @@ def wake(world: World) -> None:
 
 
 def notify(world: World, hold: Hold) -> None:
-    """Tell the holder, once until it answers, and not while there is no point."""
-    if hold.stepped or hold.notified or not world.spec.restore or world.now_s < hold.rests_until_s:
+    """Tell the holder, once until it answers, and not while there is no point. A stepped one is kept in mind."""
+    if hold.stepped:
+        if hold.due:
+            world.due_steps[hold.hold] = hold
+        return
+    if hold.notified or not world.spec.restore or world.now_s < hold.rests_until_s:
         return
     if starved(world, hold.pool):
         return

@@ -253,7 +253,12 @@ def _check_flushes_and_holds(world: World) -> None:
         ids = [hold.hold for hold in holders]
         _require(ids and len(set(ids)) == len(ids), "block {}: its holders are {}", key, ids)
         _require(world.holds.keys() >= set(ids), "block {}: held by {}, some of which are over", key, ids)
+    _require(
+        world.holds.keys() >= world.due_steps.keys(), "holds that are over are kept in mind: {}", list(world.due_steps)
+    )
     for hold in world.holds.values():
+        kept = not hold.due or not hold.stepped or hold.hold in world.due_steps
+        _require(kept, "hold {}: something is due, and no step would look", hold.hold)
         for key in hold.due:
             block = world.blocks.get(key)
             _require(block is None or block.state is not READY, "hold {}: {} is due, but READY", hold.hold, key)

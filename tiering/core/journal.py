@@ -148,7 +148,7 @@ _CODECS: Final[dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
     ),
     "outcomes": (lambda items: [_encode_outcome(o) for o in items], lambda value: tuple(map(_decode_outcome, value))),
     "entries": (lambda items: [_encode_entry(e) for e in items], lambda value: tuple(map(_decode_entry, value))),
-    "holds": (list, tuple),
+    "holds": (lambda holds: holds, lambda value: None if value is None else tuple(value)),
     "state": (lambda state: state.value, TierState),
 }
 """By field name; every other field is a JSON value as it stands."""

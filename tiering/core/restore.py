@@ -64,10 +64,7 @@ def request_step(world: World, event: RestoreStep) -> RestorePlan:
     due: list[tuple[Hold, BlockKey]] = []
     seen: set[BlockKey] = set()
     resting = 0
-    for number in event.holds:
-        hold = world.holds.get(number)
-        if hold is None or not hold.due:
-            continue
+    for hold in _asked(world, event.holds):
         if world.now_s < hold.rests_until_s:
             resting += len(hold.due)
             continue
@@ -85,6 +82,15 @@ def request_step(world: World, event: RestoreStep) -> RestorePlan:
         for number, batch in batches.items()
     )
     return RestorePlan(plans, skipped)
+
+
+def _asked(world: World, numbers: tuple[int, ...] | None) -> list[Hold]:
+    """Those of the holds that have something due."""
+    for hold in [hold for hold in world.due_steps.values() if not hold.due]:
+        del world.due_steps[hold.hold]
+    if numbers is None:
+        return list(world.due_steps.values())
+    return [world.due_steps[number] for number in numbers if number in world.due_steps]
 
 
 def _ranked(world: World, due: Sequence[tuple[Hold, BlockKey]]) -> list[tuple[Hold, BlockKey, int]]:

@@ -374,6 +374,8 @@ class World:
         self.holds: dict[int, Hold] = {}
         self.holders: dict[BlockKey, list[Hold]] = {}
         """The holds of each held key since the last reset."""
+        self.due_steps: dict[int, Hold] = {}
+        """Stepped holds that may have something due: all that have are among them."""
         self.foreign_leaving: dict[tuple[int, bytes], int] = {}
         """(tier, handle) of foreign blocks whose delete is in flight, and their bytes."""
         self.epoch = 0
