@@ -49,7 +49,7 @@ types: $(READY) ## Only the type checkers
 	@printf '\n== pyright\n' && $(BIN)/pyright
 
 tests: $(READY) ## Only the tests, with branch coverage of the core
-	@printf '\n== pytest\n' && $(BIN)/python -m pytest --cov --cov-report=
+	@printf '\n== pytest\n' && $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report=
 	@printf '\n== coverage of the core\n' && $(BIN)/coverage report --include='tiering/core/*' --fail-under=$(CORE_COVERAGE_MIN)
 
 verify: $(READY) ## Explore the core exhaustively; prints states, transitions and random steps
