@@ -24,6 +24,7 @@ from tiering.api import (
     BlockKey,
     Namespace,
     Outcome,
+    OutcomeCode,
     ScanEntry,
     Usage,
     seal,
@@ -49,12 +50,6 @@ class PublishesParts(DirectoryBackend):
 class UsesOneTemporaryName(DirectoryBackend):
     """row 22"""
 
-    def write(self, key: BlockKey, src: memoryview) -> Outcome:
-        try:
-            return super().write(key, src)
-        except OSError as error:
-            return Outcome.failed(str(error), retryable=True)
-
     def publish(self, target: Path, header: bytes, src: memoryview) -> None:
         temporary = self.path / f".{target.name}"
         with temporary.open("xb") as file:
@@ -68,6 +63,14 @@ class RefusesWhatItHas(Plain):
         has = await self.contains([key for key, _ in items])
         outcomes = await super().store(items)
         return [Outcome.refused("exists") if h.ok else o for h, o in zip(has, outcomes, strict=True)]
+
+
+class ClaimsWhatItCouldNotWrite(DirectoryBackend):
+    """Says yes, has not: the error of the medium is swallowed."""
+
+    def write(self, key: BlockKey, src: memoryview) -> Outcome:
+        outcome = super().write(key, src)
+        return Outcome.OK if outcome.code is OutcomeCode.FAILED else outcome
 
 
 class LosesItsBlocksWhenKilled(Plain):
@@ -170,6 +173,34 @@ class FailsDeletesDuringLoads(DirectoryBackend):
         return await super().delete(keys)
 
 
+class MissesWhatIsSlow(DirectoryBackend):
+    """Its own deadline, though deadlines are the driver's, and a lie about the reason."""
+
+    async def load(self, items: Items) -> list[Outcome]:
+        try:
+            async with asyncio.timeout(0.003):
+                return await super().load(items)
+        except TimeoutError:
+            return [Outcome.MISSING] * len(items)
+
+
+class CrossesItsWires(DirectoryBackend):
+    """Replies go to whoever waits longest, as over a connection whose replies carry no name: a neighbour's bytes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.waiting: list[list[BlockKey]] = []
+
+    async def load(self, items: Items) -> list[Outcome]:
+        keys = [key for key, _ in items]
+        self.waiting.append(keys)
+        try:
+            first = self.waiting[0] if len(self.waiting[0]) == len(keys) else keys
+            return await super().load([(key, dest) for key, (_, dest) in zip(first, items, strict=True)])
+        finally:
+            self.waiting.remove(keys)
+
+
 class OneThreadACall(Plain):
     async def load(self, items: Items) -> list[Outcome]:
         loop = asyncio.get_running_loop()
@@ -213,6 +244,16 @@ class ClosesWithoutWaiting(Slow):
     async def load(self, items: Items) -> list[Outcome]:
         await asyncio.shield(asyncio.to_thread(self.copy_out, items))
         return [Outcome.OK if key in self.blocks else Outcome.MISSING for key, _ in items]
+
+
+class IgnoresItsDeadline(DirectoryBackend):
+    async def aclose(self, deadline_s: float) -> None:
+        await super().aclose(3600)
+
+
+class LeavesWhatRuns(DirectoryBackend):
+    async def aclose(self, deadline_s: float) -> None:
+        self.closed = True
 
 
 class ReleasesInDel(Plain):
@@ -306,6 +347,20 @@ class OddlyAligned(Plain):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.capabilities = BackendCapabilities(persistent=False, shared=False, exclusive=True, alignment_bytes=1000)
+
+
+class NeverDeletes(Plain):
+    """Exclusive all the same."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.capabilities = replace(self.capabilities, can_delete=False)
+
+
+class CannotTellWhatItHolds(DirectoryBackend):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.capabilities = replace(self.capabilities, can_scan=False)
 
 
 class ScansNothing(DirectoryBackend):

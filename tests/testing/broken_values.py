@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiering.api import (
     BlockKey,
     Namespace,
     Outcome,
+    seal,
 )
 
 Items = Sequence[tuple[BlockKey, memoryview]]
@@ -71,6 +73,19 @@ class AnswersHalfOfAFullBatch(Plain):
         return await super().contains(keys[:32])
 
 
+class StoresHalfABatch(Plain):
+    """Says yes to all of it."""
+
+    async def store(self, items: Items) -> list[Outcome]:
+        return await super().store(items[: -(-len(items) // 2)]) + [Outcome.OK] * (len(items) // 2)
+
+
+class NeverReturns(Plain):
+    async def load(self, items: Items) -> list[Outcome]:
+        await asyncio.Event().wait()
+        return []
+
+
 class SaysRefusedToLoads(Plain):
     async def load(self, items: Items) -> list[Outcome]:
         return [o if o.ok else Outcome.refused("not here") for o in await super().load(items)]
@@ -85,6 +100,25 @@ class RaisesOnMissing(Plain):
             if key not in self.blocks:
                 raise KeyError(key)
         return await super().load(items)
+
+
+class SaysYesToAll(Plain):
+    """Says yes, has not."""
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        await super().contains([])
+        return [Outcome.OK] * len(keys)
+
+
+class RaisesWhatItsClientRaises(DirectoryBackend):
+    def write(self, key: BlockKey, src: memoryview) -> Outcome:
+        self.publish(self.file(key), seal(self.scope(), key, self.payload(src)), src)
+        return Outcome.OK
+
+
+class NeverOpens(Plain):
+    async def open(self, namespace: Namespace) -> None:
+        await asyncio.Event().wait()
 
 
 class ForgetsNothing(Plain):
@@ -121,6 +155,13 @@ class RefusesAllOrNothing(Plain):
 
 
 # Rule 4
+
+
+class FillsHalfABatch(Plain):
+    """Says yes to all of it."""
+
+    async def load(self, items: Items) -> list[Outcome]:
+        return await super().load(items[: -(-len(items) // 2)]) + [Outcome.OK] * (len(items) // 2)
 
 
 class FillsACopy(Plain):
@@ -174,6 +215,19 @@ class ReferencesSrc(Plain):
 
 
 # Rule 5
+
+
+class GivesANeighboursBytes(Plain):
+    """Whole, verified, and not what was asked for."""
+
+    async def load(self, items: Items) -> list[Outcome]:
+        outcomes = await super().load(items)
+        for (key, dest), outcome in zip(items, outcomes, strict=True):
+            others = [block for other, block in self.blocks.items() if other != key]
+            neighbour = next((block for block in others if block.payload.nbytes == dest.nbytes), None)
+            if outcome.ok and neighbour is not None:
+                dest[:] = neighbour.payload.data
+        return outcomes
 
 
 class NeverVerifies(DirectoryBackend):

@@ -132,14 +132,21 @@ class DirectoryBackend(Backend):
             payload = self.payload(src)
         except ValueError as error:
             return Outcome.refused(str(error))
-        self.publish(self.file(key), seal(self.scope(), key, payload), src)
+        try:
+            self.publish(self.file(key), seal(self.scope(), key, payload), src)
+        except OSError as error:
+            return Outcome.failed(str(error), retryable=True)
         return Outcome.OK
 
     def publish(self, target: Path, header: bytes, src: memoryview) -> None:
         temporary = self.path / f".{uuid.uuid4().hex}"
-        with temporary.open("xb") as file:
-            file.write(header)
-            file.write(src)
+        try:
+            with temporary.open("xb") as file:
+                file.write(header)
+                file.write(src)
+        except OSError:
+            temporary.unlink()
+            raise
         used_ns = time.time_ns()
         os.utime(temporary, ns=(used_ns, used_ns))
         temporary.replace(target)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from backends.memory import MemoryBackend, MemoryConfig
-from tiering.api import Backend
+from tiering.api import Backend, run_blocking
 from tiering.testing import BackendTests
 
 DAMAGE_TESTS = [
@@ -82,6 +85,57 @@ def test_a_local_class_cannot_crash_and_is_told(tmp_path: Path) -> None:
 def test_make_backend_is_the_one_thing_to_override(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="override make_backend in BackendTests"):
         run(BackendTests(), "test_rule_02_missing_is_a_value", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hook", "test"),
+    [
+        ("slow_medium", "test_rule_08_a_slow_medium_only_takes_longer"),
+        ("hung_medium", "test_rule_07_cancelled_calls_on_a_hung_medium_leave_the_buffers_alone"),
+        ("hung_medium", "test_rule_09_aclose_keeps_its_deadline_on_a_hung_medium"),
+        ("failing_medium", "test_rule_02_a_failing_medium_is_told_and_overcome"),
+    ],
+)
+def test_an_author_disturbs_the_real_medium_through_a_hook(hook: str, test: str, tmp_path: Path) -> None:
+    told: list[object] = []
+
+    @contextlib.contextmanager
+    def disturb(self: BackendTests, tmp_path: Path) -> Iterator[None]:
+        told.append(tmp_path)
+        yield
+        told.append("well again")
+
+    run(type("OwnMediumKit", (MinimalKit,), {hook: disturb})(), test, tmp_path)
+    assert told == [tmp_path, "well again"]
+
+
+async def test_by_default_nothing_blocking_starts_on_a_hung_medium(tmp_path: Path) -> None:
+    ran: list[int] = []
+    with MinimalKit().hung_medium(tmp_path):
+        kept, dropped = (asyncio.create_task(run_blocking(ran.append, n)) for n in (1, 2))
+        await asyncio.sleep(0.01)
+        dropped.cancel()
+        await asyncio.wait((dropped,))
+        assert (ran, kept.done(), dropped.cancelled()) == ([], False, True)
+    await kept
+    assert ran == [1]
+
+
+async def test_by_default_blocking_calls_start_late_on_a_slow_medium(tmp_path: Path) -> None:
+    ran: list[int] = []
+    with MinimalKit().slow_medium(tmp_path):
+        began_s = time.monotonic()
+        await asyncio.gather(*(run_blocking(ran.append, n) for n in range(5)))
+        assert time.monotonic() - began_s >= 0.01
+    assert sorted(ran) == [0, 1, 2, 3, 4]
+
+
+def test_by_default_no_file_grows_on_a_failing_medium(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with MinimalKit().failing_medium(tmp_path), pytest.raises(OSError) as failure:
+        file.write_bytes(b"x")
+    assert failure.value.errno == errno.EFBIG
+    assert file.write_bytes(b"xyz") == 3
 
 
 def test_payloads_are_damaged_through_the_hook_alone(tmp_path: Path) -> None:

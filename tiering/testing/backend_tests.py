@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from tiering.testing.conformance.batches import BatchRules
 from tiering.testing.conformance.concurrency import ConcurrencyRules
+from tiering.testing.conformance.disturbed import DisturbedRules
 from tiering.testing.conformance.histories import HistoryRules
 from tiering.testing.conformance.lifetime import LifetimeRules
 from tiering.testing.conformance.medium import MediumRules
 from tiering.testing.conformance.payloads import PayloadRules
 
 
-class BackendTests(BatchRules, PayloadRules, ConcurrencyRules, LifetimeRules, MediumRules, HistoryRules):
+class BackendTests(
+    BatchRules, PayloadRules, ConcurrencyRules, DisturbedRules, LifetimeRules, MediumRules, HistoryRules
+):
     """The ten rules of the backend contract and the promises of ``BackendCapabilities``, as tests.
 
     ::
@@ -26,11 +29,12 @@ class BackendTests(BatchRules, PayloadRules, ConcurrencyRules, LifetimeRules, Me
                 file.write_bytes(edit(file.read_bytes()))
                 return True
 
-    A test is named after the rule that it proves (``test_rule_05_...``), and what it raises says the rule in words.
-    Every test takes ``tmp_path`` alone, needs pytest-asyncio in either mode, and works on a medium of its own. The
-    hooks are ``make_backend``, ``corrupt`` with ``corrupt_supported``, ``crash_supported``, ``payload_sizes`` and
-    ``heavy_modules``; ``KitBase`` documents them.
+    A test is named after the rule that it proves (``test_rule_05_...``), and what it raises begins with the number of
+    the rule that is broken and its words. Every test takes ``tmp_path`` alone, needs pytest-asyncio in either mode, and
+    works on a medium of its own. The hooks are ``make_backend``, ``corrupt`` with ``corrupt_supported``,
+    ``crash_supported``, ``payload_sizes``, ``call_timeout_s``, ``heavy_modules``, and ``slow_medium``,
+    ``hung_medium`` and ``failing_medium``; ``KitBase`` documents them.
 
-    Not proven here, since it takes a medium that hangs or fills up: the deadline of ``aclose``, REFUSED for want of
-    room, and errors of the medium. ``tiering.testing.FaultyBackend`` shows how the manager takes those.
+    Not proven here: that a backend on a full medium says REFUSED rather than FAILED, and what it does when a medium
+    fails that the three media hooks do not reach. ``tiering.testing.FaultyBackend`` shows how the manager takes both.
     """

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias, TypeVar
 
 from tiering.api import Backend, ClosedError, Namespace, Outcome, OutcomeCode
 from tiering.errors import ShapeError
 from tiering.testing.conformance.buffers import FILL, Loan, block_payload
-from tiering.testing.conformance.rules import RULES, require
+from tiering.testing.conformance.media import failing_files, hung_threads, slow_threads
+from tiering.testing.conformance.rules import broken, require
 from tiering.types import Group, KVLayout
 
+T = TypeVar("T")
 Block: TypeAlias = tuple[bytes, int]
 """A key and the size of its payload in bytes."""
 
-CALL_TIMEOUT_S: Final = 30.0
 CLOSE_DEADLINE_S: Final = 10.0
+CLOSE_GRACE_S: Final = 3.0
+"""How long after its deadline ``aclose`` may return on a loaded machine."""
 
 _LEGAL: Final = {
     "contains": {OutcomeCode.OK, OutcomeCode.MISSING, OutcomeCode.FAILED},
@@ -49,9 +52,10 @@ class Verdicts(list[OutcomeCode]):
 class Opened:
     """An open backend, and calls on it that lend fresh buffers and check rules 1, 4 and 5 each time."""
 
-    def __init__(self, backend: Backend, namespace: Namespace) -> None:
+    def __init__(self, backend: Backend, namespace: Namespace, call_timeout_s: float) -> None:
         self.backend = backend
         self.namespace = namespace
+        self.call_timeout_s = call_timeout_s
         self.alignment_bytes = backend.capabilities.alignment_bytes
 
     def lend(self, size_bytes: int) -> Loan:
@@ -65,16 +69,16 @@ class Opened:
 
     async def contains(self, keys: Iterable[bytes]) -> Verdicts:
         batch = list(keys)
-        return Verdicts(await checked("contains", len(batch), self.backend.contains(batch)))
+        return Verdicts(await self.checked("contains", len(batch), self.backend.contains(batch)))
 
     async def delete(self, keys: Iterable[bytes]) -> Verdicts:
         batch = list(keys)
-        return Verdicts(await checked("delete", len(batch), self.backend.delete(batch)))
+        return Verdicts(await self.checked("delete", len(batch), self.backend.delete(batch)))
 
     async def store(self, blocks: Sequence[Block]) -> Verdicts:
         loans = [self.lend_filled(block) for block in blocks]
         items = [(key, loan.view()) for (key, _), loan in zip(blocks, loans, strict=True)]
-        outcomes = await checked("store", len(items), self.backend.store(items))
+        outcomes = await self.checked("store", len(items), self.backend.store(items))
         del items
         for block, loan in zip(blocks, loans, strict=True):
             loan.require_guards("store")
@@ -87,7 +91,7 @@ class Opened:
         """Every block that comes back OK is compared with its true bytes, read from the lent buffer itself."""
         loans = [self.lend(size) for _, size in blocks]
         items = [(key, loan.view()) for (key, _), loan in zip(blocks, loans, strict=True)]
-        outcomes = await checked("load", len(items), self.backend.load(items))
+        outcomes = await self.checked("load", len(items), self.backend.load(items))
         del items
         for block, loan, outcome in zip(blocks, loans, outcomes, strict=True):
             loan.require_guards("load")
@@ -114,6 +118,22 @@ class Opened:
             4,
             f"load of {key!r} left padding bytes {sorted(padding)[:4]} behind the payload; leave zeros or nothing",
         )
+
+    async def checked(self, op: str, items: int, call: Awaitable[list[Outcome]]) -> list[Outcome]:
+        """The outcomes of one call on a healthy medium, after the checks that hold for every call."""
+        try:
+            outcomes = await in_time(call, self.call_timeout_s)
+        except Overdue:
+            raise broken(1, f"{op} of {items} items did not return within {self.call_timeout_s} s") from None
+        except (ClosedError, ShapeError):
+            # Some tests are about these; elsewhere they speak for themselves.
+            raise
+        except Exception as error:
+            if not items:
+                raise broken(1, f"{op} of an empty batch raised {error!r}") from error
+            message = f"{op} of {items} items raised {error!r} on a healthy medium"
+            raise broken(2, f"{message}; report missing and bad blocks as outcomes") from error
+        return require_legal(op, items, outcomes)
 
     async def store_all(self, blocks: Sequence[Block]) -> None:
         """Store where every block must succeed: the medium of a kit's test has room."""
@@ -145,6 +165,8 @@ class KitBase:
     for lengths and namespaces only, not for a medium that returns bad bytes."""
     crash_supported: ClassVar[bool] = True
     """Set False if a child process cannot reach the medium; the test of a killed writer is then reported as skipped."""
+    call_timeout_s: ClassVar[float] = 30.0
+    """Seconds within which a call on a healthy medium returns; past it, it counts as hung."""
     heavy_modules: ClassVar[frozenset[str]] = frozenset()
     """Top-level modules that only ``open`` may import, beside the well-known clients that the kit knows of."""
 
@@ -165,6 +187,30 @@ class KitBase:
         """
         return False
 
+    def slow_medium(self, tmp_path: Path) -> AbstractContextManager[None]:
+        """Within the block the medium takes its time. Entered on the running loop, beside an open backend.
+
+        By default every call of the loop's default executor, where ``run_blocking`` and ``aiofiles`` work, starts up to
+        ``SLOW_CALL_S`` late. Override it where the backend waits for something else.
+        """
+        return slow_threads()
+
+    def hung_medium(self, tmp_path: Path) -> AbstractContextManager[None]:
+        """Within the block the medium does not answer; afterwards it answers what was asked meanwhile, too.
+
+        By default no call of the loop's default executor starts. Override it for another kind of medium, such as by
+        stopping a server's process with SIGSTOP. A backend that answers all the same breaks no rule.
+        """
+        return hung_threads()
+
+    def failing_medium(self, tmp_path: Path) -> AbstractContextManager[None]:
+        """Within the block the medium takes no writes; reads may fail, too. Afterwards it is well.
+
+        By default no file grows in this process (``RLIMIT_FSIZE``), which to a backend on files is a disk that fails.
+        Override it for another kind of medium. A backend that stores all the same breaks no rule.
+        """
+        return failing_files()
+
     def namespace(self, tmp_path: Path, *, epoch: str = "0", model: str = "kit") -> Namespace:
         """A namespace of all ``payload_sizes``, of this test alone: media such as a server may be shared by tests."""
         groups = [Group("full", 16, size) for size in self.payload_sizes]
@@ -176,16 +222,30 @@ class KitBase:
         backend = self.make_backend(tmp_path)
         namespace = self.namespace(tmp_path, epoch=epoch, model=model)
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await backend.open(namespace)
-            yield Opened(backend, namespace)
+            await self.open(backend, namespace)
+            yield Opened(backend, namespace, self.call_timeout_s)
         finally:
             await close(backend)
+
+    async def open(self, backend: Backend, namespace: Namespace) -> None:
+        """``backend.open`` on a healthy medium."""
+        try:
+            await in_time(backend.open(namespace), self.call_timeout_s)
+        except Overdue:
+            raise broken(2, f"open did not return within {self.call_timeout_s} s on a healthy medium") from None
+        except Exception as error:
+            raise broken(2, f"open raised {error!r} on a healthy medium") from error
 
     def blocks(self, count: int, *, size: int | None = None, tag: str = "") -> list[Block]:
         """``count`` different blocks, of ``size`` bytes or of all sizes in turn."""
         sizes = self.payload_sizes if size is None else (size,)
         return [(f"{tag}{n:04d}".encode(), sizes[n % len(sizes)]) for n in range(count)]
+
+    async def others_run(self, s: Opened) -> None:
+        """Give whatever still runs the time of a few whole calls, and see that the backend is well."""
+        blocks = self.blocks(4, tag="after-")
+        await s.store_all(blocks)
+        await s.require_loads(blocks, 7, "after cancelled calls")
 
     @property
     def small(self) -> int:
@@ -196,29 +256,34 @@ class KitBase:
         return max(self.payload_sizes)
 
 
+class Overdue(Exception):
+    """A call had not returned in time, and was cancelled."""
+
+
+async def in_time(call: Awaitable[T], timeout_s: float) -> T:
+    """What ``call`` gives. Raises ``Overdue`` after ``timeout_s``; a ``TimeoutError`` of the backend's own passes."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if limit.expired():
+            raise Overdue from None
+        raise
+
+
 async def close(backend: Backend) -> None:
     """``aclose`` with a deadline that a healthy medium keeps."""
     try:
-        await backend.aclose(CLOSE_DEADLINE_S)
+        await in_time(backend.aclose(CLOSE_DEADLINE_S), CLOSE_DEADLINE_S + CLOSE_GRACE_S)
+    except Overdue:
+        raise broken(9, f"aclose({CLOSE_DEADLINE_S}) had not returned {CLOSE_GRACE_S} s after its deadline") from None
     except Exception as error:
-        raise AssertionError(f"rule 9 ({RULES[9]}): aclose raised {error!r} on a healthy medium") from error
+        raise broken(9, f"aclose raised {error!r} on a healthy medium") from error
 
 
-async def checked(op: str, items: int, call: Awaitable[list[Outcome]]) -> list[Outcome]:
-    """The outcomes of one call, after the checks that hold for every call."""
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            outcomes = await call
-    except TimeoutError:
-        raise AssertionError(f"{op} of {items} items did not return within {CALL_TIMEOUT_S} s") from None
-    except (ClosedError, ShapeError):
-        # Some tests are about these; elsewhere they speak for themselves.
-        raise
-    except Exception as error:
-        raise AssertionError(
-            f"rule 2 ({RULES[2]}): {op} of {items} items raised {error!r} on a healthy medium; report missing and bad "
-            "blocks as outcomes"
-        ) from error
+def require_legal(op: str, items: int, outcomes: list[Outcome]) -> list[Outcome]:
+    """``outcomes``, which ``op`` returned for ``items`` items, if they are what rule 1 asks for."""
     answer: object = outcomes
     is_list = isinstance(answer, list) and all(isinstance(outcome, Outcome) for outcome in answer)
     require(is_list, 1, f"{op} returned {outcomes!r:.200}; return a list of Outcome")

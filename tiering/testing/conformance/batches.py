@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import ShapeError
-from tiering.testing.conformance.base import CORRUPT, MISSING, OK, KitBase, Verdicts, checked
+from tiering.testing.conformance.base import CORRUPT, MISSING, OK, KitBase, Verdicts
 from tiering.testing.conformance.rules import require
 from tiering.types import KEY_BYTES_MAX, OutcomeCode
 
@@ -126,7 +126,7 @@ class BatchRules(KitBase):
             loans = [unfit if at == 1 else s.lend_filled(block) for at, block in enumerate(blocks)]
             items = [(key, loan.view()) for (key, _), loan in zip(blocks, loans, strict=True)]
             try:
-                stored = Verdicts(await checked("store", 4, s.backend.store(items)))
+                stored = Verdicts(await s.checked("store", 4, s.backend.store(items)))
             except ShapeError:
                 await s.require_missing(blocks, 3, "store raised ShapeError")
             else:

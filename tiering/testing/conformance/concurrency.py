@@ -11,9 +11,9 @@ from typing import Any, Final, TypeAlias
 import pytest
 
 from tiering.api import Outcome
-from tiering.testing.conformance.base import CALL_TIMEOUT_S, MISSING, OK, Block, KitBase, Opened
+from tiering.testing.conformance.base import MISSING, OK, Block, KitBase
 from tiering.testing.conformance.buffers import Loan
-from tiering.testing.conformance.rules import require
+from tiering.testing.conformance.rules import blame, broken, require
 
 CANCEL_AFTER_TURNS: Final = (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 24, 32, 64, 128, 256, 512)
 """How many turns of the loop a call gets before it is cancelled. A call that ends earlier ends the series."""
@@ -86,8 +86,8 @@ class ConcurrencyRules(KitBase):
                 def make(n: int, block: Block = block) -> tuple[Block, list[Loan]]:
                     return block, [s.lend(block[1]), s.lend(block[1])]
 
-                loans += await _cancel_often(make, start)
-            await self._others_run(s)
+                loans += await _cancel_often(make, start, self.call_timeout_s)
+            await self.others_run(s)
         await _require_left_alone(loans, "load")
 
     @pytest.mark.asyncio
@@ -107,14 +107,16 @@ class ConcurrencyRules(KitBase):
                     block = (b"store-%d-%d" % (size, n), size)
                     return block, [s.lend_filled(block)]
 
-                loans += await _cancel_often(make, start)
-            await self._others_run(s)
-            loaded = await s.load(blocks)
+                loans += await _cancel_often(make, start, self.call_timeout_s)
+            await self.others_run(s)
+            with blame(7, "stores were cancelled and their src was reused"):
+                loaded = await s.load(blocks)
             legal = set(loaded) <= {OK, MISSING}
             require(legal, 7, f"blocks whose store was cancelled load as {loaded}; whole or MISSING are legal")
         await _require_left_alone(loans, "store")
         async with self.opened(tmp_path) as s:
-            loaded = await s.load(blocks)
+            with blame(7, "stores were cancelled and their src was reused"):
+                loaded = await s.load(blocks)
             require(set(loaded) <= {OK, MISSING}, 7, f"after a reopen cancelled stores load as {loaded}")
 
     @pytest.mark.asyncio
@@ -131,10 +133,10 @@ class ConcurrencyRules(KitBase):
             calls = [contains, delete] if s.backend.capabilities.can_delete else [contains]
             for start in calls:
                 await s.store_all([block])
-                await _cancel_often(lambda n: (block, []), start)
+                await _cancel_often(lambda n: (block, []), start, self.call_timeout_s)
                 await s.store_all([block])
                 await s.require_loads([block], 7, f"after cancelled calls of {start.__name__}")
-            await self._others_run(s)
+            await self.others_run(s)
 
     @pytest.mark.asyncio
     async def test_rule_08_calls_overlap(self, tmp_path: Path) -> None:
@@ -144,7 +146,8 @@ class ConcurrencyRules(KitBase):
             calls = [s.require_loads(stored[n : n + 4], 8, "loads overlap") for n in range(0, 8, 2) for _ in range(3)]
             calls += [s.store_all(new[n : n + 2]) for n in range(0, 8, 2) for _ in range(2)]
             calls += [s.require_missing([(b"absent-%d" % n, self.small)], 8, "calls overlap") for n in range(8)]
-            await asyncio.gather(*calls)
+            with blame(8, "calls overlap"):
+                await asyncio.gather(*calls)
             await s.require_loads(stored + new, 8, "after overlapping calls")
 
     @pytest.mark.asyncio
@@ -177,12 +180,6 @@ class ConcurrencyRules(KitBase):
             message = f"{OVERLAPPING_CALLS} overlapping loads ran on {most} new threads; at most {THREADS_MAX} are fine"
             require(most <= THREADS_MAX, 8, message)
 
-    async def _others_run(self, s: Opened) -> None:
-        """Give whatever still runs the time of a few whole calls, and see that the backend is well."""
-        blocks = self.blocks(4, tag="after-")
-        await s.store_all(blocks)
-        await s.require_loads(blocks, 7, "after cancelled calls")
-
 
 async def _require_left_alone(loans: list[Loan], op: str) -> None:
     for loan in loans:
@@ -190,7 +187,9 @@ async def _require_left_alone(loans: list[Loan], op: str) -> None:
         await loan.close(f"the cancelled {op}")
 
 
-async def _cancel_often(make: Callable[[int], tuple[Block, list[Loan]]], start: StartCall) -> list[Loan]:
+async def _cancel_often(
+    make: Callable[[int], tuple[Block, list[Loan]]], start: StartCall, timeout_s: float
+) -> list[Loan]:
     """Start calls and cancel each after ever more turns, once and twice; their loans, poisoned as they returned."""
     used: list[Loan] = []
     for n, (turns, times) in enumerate((turns, times) for turns in CANCEL_AFTER_TURNS for times in (1, 2)):
@@ -203,12 +202,12 @@ async def _cancel_often(make: Callable[[int], tuple[Block, list[Loan]]], start: 
         for _ in range(times):
             task.cancel()
             await asyncio.sleep(0)
-        await asyncio.wait((task,), timeout=CALL_TIMEOUT_S)
-        require(task.done(), 7, f"cancelled after {turns} turns, a call still runs {CALL_TIMEOUT_S} s later")
+        await asyncio.wait((task,), timeout=timeout_s)
+        require(task.done(), 7, f"cancelled after {turns} turns, a call still runs {timeout_s} s later")
         for loan in loans:
             loan.poison()
         if not task.cancelled() and (error := task.exception()) is not None:
-            raise AssertionError(f"rule 7: cancelled after {turns} turns, a call raised {error!r}") from error
+            raise broken(7, f"cancelled after {turns} turns, a call raised {error!r}") from error
         if ended_by_itself:
             break
     return used

@@ -19,7 +19,7 @@ import pytest
 
 from tiering.api import ClosedError, Outcome
 from tiering.testing.conformance.base import MISSING, OK, KitBase, close
-from tiering.testing.conformance.rules import require
+from tiering.testing.conformance.rules import broken, require
 
 LOG_RECORDS_MAX: Final = 10
 END_GRACE_S: Final = 1.0
@@ -88,7 +88,7 @@ class LifetimeRules(KitBase):
                 continue
             except Exception as error:
                 answer = error
-            raise AssertionError(f"rule 9: after aclose, {name} gave {answer!r}; raise ClosedError first of all")
+            raise broken(9, f"after aclose, {name} gave {answer!r}; raise ClosedError first of all")
         await loan.close("a call after aclose")
 
     @pytest.mark.asyncio

@@ -36,8 +36,8 @@ class BackendMachine(RuleBasedStateMachine):
     def _open(self) -> Opened:
         backend = self.kit.make_backend(self.tmp_path)
         namespace = self.kit.namespace(self.tmp_path)
-        self.runner.run(backend.open(namespace))
-        return Opened(backend, namespace)
+        self.runner.run(self.kit.open(backend, namespace))
+        return Opened(backend, namespace, self.kit.call_timeout_s)
 
     def _expected(self, batch: Sequence[Block]) -> Verdicts:
         return Verdicts(OK if block in self.model else MISSING for block in batch)

@@ -33,6 +33,12 @@ class MediumRules(KitBase):
         promise(legal, "alignment_bytes", f"{alignment} is not a power of two of at most {ALIGNMENT_BYTES_MAX}")
         promise(declared.batch_blocks_max >= 1, "batch_blocks_max", f"{declared.batch_blocks_max} is below 1")
         promise(not (declared.shared and declared.exclusive), "shared", "a tier is shared or exclusive, not both")
+        owned = declared.exclusive
+        promise(
+            declared.can_delete or not owned, "can_delete", "an exclusive tier is kept within its capacity by deletes"
+        )
+        known = declared.can_scan or not (owned and declared.persistent)
+        promise(known, "can_scan", "nobody else knows what the last process left in an exclusive, persistent tier")
         for size in self.payload_sizes:
             stored = declared.stored_bytes(size)
             promise(stored >= size, "stored_bytes", f"a payload of {size} bytes cannot occupy {stored}")
@@ -182,7 +188,7 @@ class MediumRules(KitBase):
             except ConfigError:
                 pass
             else:
-                await Opened(second, first.namespace).store_all(self.blocks(4, tag="second-"))
+                await Opened(second, first.namespace, self.call_timeout_s).store_all(self.blocks(4, tag="second-"))
                 await first.require_loads(blocks, 6, "beside a second owner")
             finally:
                 await close(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tiering.testing.conformance.base import CORRUPT, MISSING, OK, Block, KitBase, Opened, Verdicts
-from tiering.testing.conformance.rules import require
+from tiering.testing.conformance.rules import blame, require
 
 Edit = Callable[[bytes], bytes]
 
@@ -22,8 +23,9 @@ class PayloadRules(KitBase):
         async with self.opened(tmp_path) as s:
             for size in self.payload_sizes:
                 blocks = self.blocks(3, size=size, tag=f"{size}-")
-                await s.store_all(blocks)
-                await s.require_loads(blocks, 4, f"payloads of {size} bytes")
+                with blame(4, f"payloads of {size} bytes"):
+                    await s.store_all(blocks)
+                    await s.require_loads(blocks, 4, f"payloads of {size} bytes")
 
     @pytest.mark.asyncio
     async def test_rule_04_views_are_given_back_by_calls_that_find_nothing(self, tmp_path: Path) -> None:
@@ -57,6 +59,21 @@ class PayloadRules(KitBase):
                     5,
                     f"{stored} bytes were stored, {asked} asked for: load gave {loaded}, not CORRUPT",
                 )
+
+    @pytest.mark.asyncio
+    async def test_rule_05_no_block_gets_a_neighbours_bytes(self, tmp_path: Path) -> None:
+        """Blocks of one size, alone and in batches, at a time, and in the places of deleted ones."""
+        async with self.opened(tmp_path) as s:
+            blocks, later = self.blocks(6, size=self.small), self.blocks(3, size=self.small, tag="later-")
+            with blame(5, "blocks of one size lie side by side"):
+                await s.store_all(blocks)
+                await s.require_loads(blocks[::-1], 5, "loaded in another order than stored")
+                await asyncio.gather(*(s.require_loads([block], 5, "loaded at a time") for block in blocks))
+                if s.backend.capabilities.can_delete:
+                    await s.delete(key for key, _ in blocks[::2])
+                    await s.store_all(later)
+                    await s.require_missing(blocks[::2], 5, "others may lie in their places")
+                    await s.require_loads([*later, *blocks[1::2]], 5, "stored where others had been deleted")
 
     @pytest.mark.asyncio
     async def test_rule_05_another_namespace_never_sees_a_block(self, tmp_path: Path) -> None:
@@ -118,7 +135,8 @@ class PayloadRules(KitBase):
             for name, damage in damages.items():
                 block = (f"image-{name}".encode(), self.small)
                 await self._damage(s, tmp_path, block, damage)
-                loaded = await s.load([block])
+                with blame(5, f"the stored block was damaged ({name})"):
+                    loaded = await s.load([block])
                 legal = loaded[0] in (OK, CORRUPT, MISSING)
                 require(legal, 5, f"the stored block was damaged ({name}): load gave {loaded}, not CORRUPT")
                 if loaded[0] is not OK:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 RULES: Final = {
@@ -18,7 +20,23 @@ RULES: Final = {
 }
 
 
+def broken(rule: int, message: str) -> AssertionError:
+    """What the kit raises when ``rule`` is broken: its number and its words come first."""
+    return AssertionError(f"rule {rule} ({RULES[rule]}): {message}")
+
+
+@contextmanager
+def blame(rule: int, when: str) -> Iterator[None]:
+    """What the kit finds broken within the block is a breach of ``rule``, whatever it looks like on its own."""
+    try:
+        yield
+    except AssertionError as error:
+        if str(error).startswith(f"rule {rule} "):
+            raise
+        raise broken(rule, f"{when}: {error}") from error
+
+
 def require(condition: bool, rule: int, message: str) -> None:
-    """Raises ``AssertionError`` that states ``rule`` in words; a plain assert would vanish under ``python -O``."""
+    """Raises ``broken(rule, message)`` unless ``condition`` holds; a plain assert would vanish under ``python -O``."""
     if not condition:
-        raise AssertionError(f"rule {rule} ({RULES[rule]}): {message}")
+        raise broken(rule, message)
