@@ -13,13 +13,14 @@ from tiering.errors import BackendError, ClosedError, ConfigError, ShapeError
 from tiering.support.blocking import run_blocking
 from tiering.support.seal import HEADER_BYTES, seal, verify
 from tiering.support.units import ByteCount, Seconds
-from tiering.types import BlockKey, InspectedBlock, Namespace, Outcome, OutcomeCode, ScanEntry, Usage
+from tiering.types import KEY_BYTES_MAX, BlockKey, InspectedBlock, Namespace, Outcome, OutcomeCode, ScanEntry, Usage
 
 API_VERSION = 1
 
 __all__ = [
     "API_VERSION",
     "HEADER_BYTES",
+    "KEY_BYTES_MAX",
     "Backend",
     "BackendCapabilities",
     "BackendConfig",

@@ -18,7 +18,7 @@ class Job:
     job_id: int
     request_id: str
     is_store: bool
-    pending: int
+    pending: set[int]
     """Ranks that have not reported."""
     core_jobs: list[tuple[int, int]]
     """(job of the manager's, blocks)."""
@@ -59,7 +59,7 @@ class JobTable:
     ) -> int:
         """Register a job; its number on the wire."""
         self._last_id += 1
-        job = Job(self._last_id, request_id, is_store, self.world_size, core_jobs, gpu_block_ids)
+        job = Job(self._last_id, request_id, is_store, set(range(self.world_size)), core_jobs, gpu_block_ids)
         self.jobs[job.job_id] = job
         if is_store:
             self.counters.store_jobs += 1
@@ -79,12 +79,13 @@ class JobTable:
         ended: list[Job] = []
         for job_id, report in output.jobs.items():
             job = self.jobs.get(job_id)
-            if job is None or report.ranks > job.pending:
-                self.counters.unknown_reports += report.ranks
+            fresh = report.ranks & job.pending if job is not None else frozenset()
+            self.counters.unknown_reports += len(report.ranks) - len(fresh)
+            if job is None or not fresh:
                 continue
-            job.pending -= report.ranks
-            job.failed = job.failed or report.failed > 0
-            job.error = job.error or report.error
+            job.pending -= fresh
+            if fresh & report.failed:
+                job.failed, job.error = True, job.error or report.error
             if not job.pending:
                 self._end(job)
                 ended.append(job)

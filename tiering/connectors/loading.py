@@ -37,6 +37,9 @@ class Load:
     until_s: float
     parts: list[_Part]
     aborted: bool = False
+    """Nobody waits for the blocks: nothing is copied, and none is reported missing."""
+    void: bool = False
+    """What it was to bring is of the old weights: all of it is missing."""
 
     @property
     def done(self) -> bool:
@@ -86,10 +89,17 @@ class Loader:
 
     def abort(self, request_id: str) -> None:
         """The request is gone: what is queued for it need not be read. Its load still ends on the wire, with nothing."""
-        load = self.waiting.get(request_id)
-        if load is None:
-            return
-        load.aborted = True
+        if (load := self.waiting.get(request_id)) is not None:
+            load.aborted = True
+            self._give_back(load)
+
+    def reset(self) -> None:
+        """The weights changed: whatever is on its way is of no use."""
+        for load in self.waiting.values():
+            load.void = True
+            self._give_back(load)
+
+    def _give_back(self, load: Load) -> None:
         for part in load.parts:
             self._part_of.pop(part.core_job, None)
             if part.core_job:
@@ -118,7 +128,7 @@ class Loader:
 
     def _on_the_wire(self, load: Load) -> tuple[int, LoadJob]:
         del self.waiting[load.request_id]
-        tokens = load.computed_tokens if load.aborted else self._given(load)
+        tokens = load.computed_tokens if load.aborted or load.void else self._given(load)
         if not load.aborted:
             self.short_tokens += load.tokens - tokens
         spec = SpecParts(len(self.geometry.groups))
@@ -127,7 +137,8 @@ class Loader:
             self._add(load, part, tokens, spec, missing)
         core_jobs = [(part.core_job, len(part.slots)) for part in load.parts if part.core_job]
         job_id = self.jobs.begin(load.request_id, core_jobs, spec.gpu_block_ids, is_store=False)
-        return job_id, LoadJob(load.request_id, spec.load_spec(), tuple(missing), load.in_step)
+        told = () if load.aborted else tuple(missing)
+        return job_id, LoadJob(load.request_id, spec.load_spec(), told, load.in_step)
 
     def _given(self, load: Load) -> int:
         """Tokens of the prefix that all groups can really give."""

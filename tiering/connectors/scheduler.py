@@ -21,6 +21,9 @@ from tiering.runtime.gate import KEYS_PER_HOLD_MAX
 
 Tables = tuple[Sequence[int], ...]
 
+FILL_DEADLINE_S = 0.2
+"""How long a lookup waits at least for a block that is being stored or promoted; a tier's deadline may be longer."""
+
 
 @dataclass(slots=True)
 class MatchCounters:
@@ -68,7 +71,7 @@ class OffloadingConnectorScheduler:
         self._sync = manager.sync
         self._geometry = Geometry.of(manager.layout, gpu_tokens_per_block, tokens_per_hash)
         self._in_step_bytes_max = load_in_step_bytes_max
-        self._lookup_deadline_s = max((tier.deadline_s for tier in config.tiers), default=0.0)
+        self._lookup_deadline_s = max(FILL_DEADLINE_S, *(tier.deadline_s for tier in config.tiers), 0.0)
         self._jobs = JobTable(self._sync, world_size)
         self._loader = Loader(self._sync, self._geometry, self._jobs, LOAD_DEADLINE_S)
         self._storer = Storer(
@@ -104,6 +107,7 @@ class OffloadingConnectorScheduler:
         state = self._state(request)
         self._detach(state)  # the engine has taken its blocks, and tells in this step
         self._storer.let_go(state)
+        state.stale = False
         state.extend_keys(self._geometry)
         self._release_leases(state)
         state.computed_tokens = num_computed_tokens
@@ -225,8 +229,9 @@ class OffloadingConnectorScheduler:
         """Requests that lost their blocks: what these held is stored in this step, as far as it is not yet."""
         for name in step.preempted:
             if (state := self._requests.get(name)) is not None:
-                state.counted, state.preempted = False, True  # looked up anew
+                state.counted, state.preempted, state.asked_until_s = False, True, None  # looked up anew
                 self._detach(state)
+                state.stale = False
 
     def _detach(self, state: RequestState) -> None:
         """The blocks that the request had go their own way; it may have got others, and run on them, in this very step."""
@@ -237,7 +242,7 @@ class OffloadingConnectorScheduler:
 
     def _scheduled(self, scheduled: ScheduledRequest) -> RequestState | None:
         state = self._requests.get(scheduled.request_id)
-        if state is None:
+        if state is None or state.stale:
             return None
         if scheduled.computed_tokens < state.confirmed_tokens:
             # A load failed, or drafts were rejected: what was behind is not what its key says, and is held no more.
@@ -283,11 +288,14 @@ class OffloadingConnectorScheduler:
     def reset(self) -> None:
         """The weights change: nothing that is held or was computed counts any more. The manager's ``reset`` is the caller's.
 
-        Jobs in flight end as they do; the manager knows that they are of the old weights.
+        Jobs in flight end as they do; the manager knows that they are of the old weights. A request that runs on with the
+        blocks it has stores nothing any more, until it has lost them.
         """
         for state in self._requests.values():
             self._release_leases(state)
+            state.stale = any(part.table for part in state.groups)
             self._storer.let_go(state)
+        self._loader.reset()
         for state in self._leaving:
             self._storer.let_go(state)
         self._leaving = []

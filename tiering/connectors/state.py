@@ -47,6 +47,9 @@ class RequestState:
     """Until then "ask again" is an answer."""
     counted: bool = False
     """Its query is in the statistics, and the path was touched."""
+    stale: bool = False
+    """Its GPU blocks hold KV of weights that are used no more, and what it computes builds on that: nothing is stored until
+    it has lost them."""
     preempted: bool = False
     """It has lost its GPU blocks before."""
     loads_failed: bool = False
@@ -84,5 +87,6 @@ class RequestState:
         old = replace(self)
         self.groups = [GroupState() for _ in geometry.groups]
         self.confirmed_tokens = self.settled_tokens = self.hashes_seen = 0
+        self.stale = False
         old.leases = []
         return old

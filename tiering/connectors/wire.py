@@ -52,34 +52,35 @@ class ConnectorMetadata:
     arena: ArenaAddress | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class JobReport:
-    """How many ranks ended a job, and how many of them failed."""
+    """Which ranks ended a job, and which of them failed."""
 
-    ranks: int
-    failed: int = 0
+    ranks: frozenset[int]
+    failed: frozenset[int] = frozenset()
     error: str = ""
+
+    def merge(self, other: JobReport) -> JobReport:
+        return JobReport(self.ranks | other.ranks, self.failed | other.failed, self.error or other.error)
 
 
 @dataclass(slots=True)
 class WorkerOutput:
-    """What workers report of one step. ``merge`` adds what another rank reports of the same step."""
+    """What workers report of one step. ``merge`` adds what another rank reports of the same step, or of a later one."""
 
     jobs: dict[int, JobReport] = field(default_factory=dict)
     invalid_block_ids: frozenset[int] = frozenset()
     """GPU blocks that a load was to fill and did not."""
 
     @staticmethod
-    def of(results: Iterable[TransferResult]) -> WorkerOutput:
+    def of(results: Iterable[TransferResult], rank: int) -> WorkerOutput:
         """One rank's results."""
-        return WorkerOutput({r.job_id: JobReport(1, int(not r.success), r.error) for r in results})
+        only = frozenset((rank,))
+        return WorkerOutput({r.job_id: JobReport(only, frozenset() if r.success else only, r.error) for r in results})
 
     def merge(self, other: WorkerOutput) -> WorkerOutput:
-        """Both ranks' reports as one, in a new object."""
-        jobs = {job: JobReport(report.ranks, report.failed, report.error) for job, report in self.jobs.items()}
+        """Both reports as one, in a new object."""
+        jobs = dict(self.jobs)
         for job, report in other.jobs.items():
-            mine = jobs.setdefault(job, JobReport(0))
-            mine.ranks += report.ranks
-            mine.failed += report.failed
-            mine.error = mine.error or report.error
+            jobs[job] = jobs[job].merge(report) if job in jobs else report
         return WorkerOutput(jobs, self.invalid_block_ids | other.invalid_block_ids)

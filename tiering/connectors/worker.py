@@ -76,6 +76,7 @@ class OffloadingConnectorWorker:
         """Route jobs of the engine's type to it, instead of the one there was, which is closed."""
         if (old := self._engines.get(engine.type)) is not None:
             old.close()
+            self._take_in(old.poll())
         self._engines[engine.type] = engine
 
     @property
@@ -178,7 +179,7 @@ class OffloadingConnectorWorker:
         """Jobs that ended on this rank, and GPU blocks that a load was to fill and did not, since the last call."""
         if not self._results and not self._invalid:
             return None
-        output = WorkerOutput.of(self._results)
+        output = WorkerOutput.of(self._results, self._rank)
         output.invalid_block_ids = frozenset(self._invalid)
         self._results, self._invalid = [], set()
         return output

@@ -63,10 +63,13 @@ def request_step(world: World, event: RestoreStep) -> RestorePlan:
         return RestorePlan()
     due: list[tuple[Hold, BlockKey]] = []
     seen: set[BlockKey] = set()
-    resting = 0
+    resting = dry = 0
     for hold in _asked(world, event.holds):
         if world.now_s < hold.rests_until_s:
             resting += len(hold.due)
+            continue
+        if not world.pools[hold.pool].free and world.now_s < hold.looks_again_s:
+            dry += len(hold.due)
             continue
         for key in list(islice(hold.due, max(0, DUE_STEP_MAX - len(due)))):
             world.counters.restore_examined += 1
@@ -75,13 +78,19 @@ def request_step(world: World, event: RestoreStep) -> RestorePlan:
                 seen.add(key)
                 due.append((hold, key))
     _skip(world, RESTING, resting)
+    _skip(world, NO_SLOT, dry)
     order = _ranked(world, due) if event.ranked else [(hold, key, 0) for hold, key in due]
     batches, skipped = _grant(world, order, event.bytes_max, ranked_only=event.ranked)
+    if skipped == NO_SLOT:
+        # Until a slot is free, or some time has passed, another look would find the same.
+        for hold, key in due:
+            if key in hold.due and not world.pools[hold.pool].free:
+                hold.looks_again_s = world.now_s + world.spec.restore_pause_s
     plans = tuple(
         (number, _plan(world, world.pools[batch.hold.pool], batch, bool(batch.hold.due)))
         for number, batch in batches.items()
     )
-    return RestorePlan(plans, skipped)
+    return RestorePlan(plans, skipped or (NO_SLOT if dry else ""))
 
 
 def _asked(world: World, numbers: tuple[int, ...] | None) -> list[Hold]:
