@@ -151,7 +151,9 @@ class SyncFace:
         not ``ranked``: in the holds' order, evicting as a store would. Empty where ``restore`` is off.
         """
         parts = self._parts(0)
-        plan = parts.gate.handle(ev.RestoreStep(parts.clock.now(), None if holds is None else tuple(holds), bytes_max, ranked))
+        plan = parts.gate.handle(
+            ev.RestoreStep(parts.clock.now(), None if holds is None else tuple(holds), bytes_max, ranked)
+        )
         assert isinstance(plan, ev.RestorePlan)
         return plan
 
