@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tiering.cli.demo import ModelSpec, Scale
+from tiering.cli.demo import ModelSpec, Scale, TrafficScale
 
 TINY = Scale(
     model=ModelSpec(
@@ -27,10 +27,30 @@ TINY = Scale(
     answer_tokens=8,
 )
 
+# As the default: the tier loses blocks of requests that run, under both policies.
+TINY_TRAFFIC = TrafficScale(
+    model=TINY.model,
+    tokens_per_block=16,
+    conversations=6,
+    turns=3,
+    opening_tokens=88,
+    message_tokens=3,
+    answer_tokens=8,
+    passing_tokens=96,
+    device_blocks=42,
+    primary_blocks=52,
+    requests_max=6,
+)
+
 
 @pytest.fixture(scope="session")
 def tiny() -> Scale:
     return TINY
+
+
+@pytest.fixture(scope="session")
+def tiny_traffic() -> TrafficScale:
+    return TINY_TRAFFIC
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiering import ConfigError, PrefixMatch
+from tiering import ConfigError
 from tiering.cli.demo import DemoOptions, Scale, run_demo
-from tiering.cli.demo.engine import split_by_tier
 from tiering.cli.demo.runs import filesystem_of
 
 
@@ -45,13 +44,6 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, module, None)  # what an import of a package that is not there meets
     with pytest.raises(ConfigError, match=rf"pip install 'kvtiering\[{extra}\]'"):
         run_demo(DemoOptions(plot=tmp_path / "p.png", scale=tiny))
-
-
-def test_a_load_that_stops_short_counts_the_primary_tier_first() -> None:
-    match = PrefixMatch(blocks=5, tokens=80, loadable_blocks=5, by_tier={"nvme": 3, "primary": 2})
-    assert split_by_tier(match, 5) == {"primary": 2, "nvme": 3}
-    assert split_by_tier(match, 3) == {"primary": 2, "nvme": 1}
-    assert split_by_tier(match, 1) == {"primary": 1}
 
 
 def test_the_filesystem_is_that_of_the_longest_mount_point(tmp_path: Path) -> None:

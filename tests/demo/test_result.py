@@ -9,11 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from tiering.cli.demo import DemoOptions, DemoResult, Scale, render
+from tiering.cli.demo import DemoOptions, DemoResult, Scale, TrafficScale, render
+from tiering.cli.demo.block import Again, BlockCase
 from tiering.cli.demo.checks import Control, largest_difference
-from tiering.cli.demo.engine import TurnRecord
 from tiering.cli.demo.phase import PhaseResult
+from tiering.cli.demo.record import TurnRecord
+from tiering.cli.demo.restoring import Pair, RestoreResult
 from tiering.cli.demo.result import PlainAnswer, spread
+from tiering.cli.demo.traffic import TrafficRun, Turn
 
 TIER_OF = {"in_memory": None, "recompute": None, "primary": "primary", "nvme": "nvme", "restart": "nvme"}
 TTFT_S = {"in_memory": 0.02, "recompute": 1.0, "primary": 0.05, "nvme": 0.1, "restart": 0.2}
@@ -41,7 +44,51 @@ def turn(phase: str, conversation: int, number: int) -> TurnRecord:
 
 def phase_of(name: str) -> PhaseResult:
     turns = tuple(turn(name, conversation, number) for number in (0, 1) for conversation in (0, 1))
-    return PhaseResult(name, turns, open_s=0.0, stored_blocks=0, refused_blocks=0, device_evicted_blocks=0)
+    return PhaseResult(name, turns, open_s=0.0, stored_blocks=0, refused_blocks=0)
+
+
+def traffic_run(policy: str, *, restore: bool) -> TrafficRun:
+    """Two conversations of three turns; of the second and third, 40 tokens are found without re-store, 72 with it."""
+    turns = tuple(
+        Turn(
+            conversation=conversation,
+            turn=number,
+            prompt_tokens=100,
+            device_tokens=8 if number else 0,
+            tier_tokens=(18 if restore else 10) if number else 0,
+            ttft_s=(0.01 if restore else 0.03) if number else 9.0,
+            output_ids=(conversation, number),
+        )
+        for number in range(3)
+        for conversation in range(2)
+    )
+    return TrafficRun(
+        policy=policy,
+        restore=restore,
+        turns=turns,
+        restored_blocks=4 if restore else 0,
+        restore_bytes=64 if restore else 0,
+        restore_skipped={},
+        evicted_blocks=9,
+        holes=(0, 0, 1, 2, 0, 3),
+        tokens_per_block=16,
+        steps=20,
+        seconds=1.0,
+    )
+
+
+def restoring() -> RestoreResult:
+    block = BlockCase(
+        tokens_per_block=16,
+        block_bytes=8192,
+        off=Again(32, 0.2, (1, 2)),
+        on=Again(160, 0.02, (1, 2)),
+        expected_ids=(1, 2),
+        copy_s=(0.001, 0.002, 0.009),
+        prefill_s=(0.07, 0.09),
+    )
+    pair = Pair(traffic_run("lru", restore=False), traffic_run("lru", restore=True))
+    return RestoreResult(TrafficScale(), (pair,), pair.off.outputs, block)
 
 
 @pytest.fixture
@@ -51,6 +98,7 @@ def good(tiny: Scale) -> DemoResult:
         phases={name: phase_of(name) for name in TIER_OF},
         plain=(PlainAnswer(0, (1, 0), 1.0, 0.0125), PlainAnswer(1, (1, 0), 1.0, 0.0)),
         control=Control((1, 0), (1, 0), (1, 2), loaded_tokens=64, logit_change=1.0),
+        restoring=restoring(),
         machine={"cpus": 2, "filesystem": "ext4"},
         path=None,
         seconds=1.0,
@@ -116,6 +164,51 @@ def test_a_tier_that_served_nothing_fails(good: DemoResult) -> None:
     )
     bad = replace(good, phases={**good.phases, "restart": empty})
     assert bad.failures == ["phase 'restart' loaded nothing from tier 'nvme'"]
+
+
+def with_block(result: DemoResult, **changes: object) -> DemoResult:
+    block = replace(result.restoring.block, **changes)  # type: ignore[arg-type]
+    return replace(result, restoring=replace(result.restoring, block=block))
+
+
+def with_traffic(result: DemoResult, **changes: object) -> DemoResult:
+    """The same result, but for the run with re-store."""
+    (pair,) = result.restoring.pairs
+    changed = replace(pair, on=replace(pair.on, **changes))  # type: ignore[arg-type]
+    return replace(result, restoring=replace(result.restoring, pairs=(changed,)))
+
+
+def test_figures_of_re_store(good: DemoResult) -> None:
+    (pair,) = good.restoring.pairs
+    assert (pair.off.hit_tokens, pair.on.hit_tokens) == (40, 72)
+    assert pair.on.token_hit_rate == pytest.approx((72 + 32) / 400)
+    assert pair.on.ttft_median_ms == pytest.approx(10)
+    assert pair.on.holes_mean == 1
+    assert good.restoring.block.gain_to_cost == pytest.approx(0.08 / 0.002)
+    # 32 tokens more, two blocks, for four that were re-stored.
+    assert pair.hit_again == pytest.approx(0.5)
+    assert good.restoring.expected_gain_to_cost(pair) == pytest.approx(20)
+
+
+def test_another_token_of_the_re_store_phase_fails(good: DemoResult) -> None:
+    first, *others = good.restoring.pairs[0].on.turns
+    for bad in (
+        with_traffic(good, turns=(replace(first, output_ids=(7, 7)), *others)),
+        with_block(good, on=Again(160, 0.02, (1, 3))),
+    ):
+        assert bad.failures == ["re-store or its absence changed token ids"]
+        assert not bad.outputs_identical
+
+
+def test_a_block_that_stays_away_fails(good: DemoResult) -> None:
+    bad = with_block(good, on=Again(144, 0.02, (1, 2)))
+    assert bad.failures == ["the evicted block did not come back, or the prefix was not cut without it"]
+
+
+def test_traffic_without_a_re_store_fails_and_has_no_ratio(good: DemoResult) -> None:
+    bad = with_traffic(good, restored_blocks=0)
+    assert bad.failures == ["policy 'lru': nothing was re-stored though switched on"]
+    assert bad.to_json()["restore"]["expected_gain_to_cost"] == {"lru": None}
 
 
 def test_render_names_what_failed(good: DemoResult) -> None:

@@ -1,4 +1,4 @@
-"""The whole demo, small: two conversations, four phases, one of them in a new process, and the control."""
+"""The whole demo, small: two conversations, four phases, one of them in a new process, the control, and re-store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tiering.cli.demo import DemoOptions, DemoResult, Scale, render, run_demo
+from tiering.cli.demo import DemoOptions, DemoResult, ModelSpec, Scale, TrafficScale, render, run_demo
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TIERED = ("primary", "nvme", "restart")
@@ -28,17 +28,22 @@ def reported() -> list[tuple[str, int, int]]:
 
 @pytest.fixture(scope="module")
 def result(
-    tiny: Scale, tmp_path_factory: pytest.TempPathFactory, plot: Path, reported: list[tuple[str, int, int]]
+    tiny: Scale,
+    tiny_traffic: TrafficScale,
+    tmp_path_factory: pytest.TempPathFactory,
+    plot: Path,
+    reported: list[tuple[str, int, int]],
 ) -> DemoResult:
-    options = DemoOptions(path=tmp_path_factory.mktemp("tiers"), plot=plot, conversations=2, turns=2, scale=tiny)
+    options = DemoOptions(
+        path=tmp_path_factory.mktemp("tiers"), plot=plot, conversations=2, turns=2, scale=tiny, traffic=tiny_traffic
+    )
     return run_demo(options, progress=lambda *step: reported.append(step))
 
 
-def plain_answer(scale: Scale, seed: int, prompt: list[int]) -> list[int]:
+def plain_answer(spec: ModelSpec, seed: int, prompt: list[int], answer_tokens: int) -> list[int]:
     """Greedy decoding by transformers alone: every token from a forward over all before it, no cache at all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    spec = scale.model
     config = LlamaConfig(
         vocab_size=spec.vocab,
         hidden_size=spec.hidden,
@@ -54,7 +59,7 @@ def plain_answer(scale: Scale, seed: int, prompt: list[int]) -> list[int]:
         model = LlamaForCausalLM(config)
     tokens = list(prompt)
     with torch.inference_mode():
-        for _ in range(scale.answer_tokens):
+        for _ in range(answer_tokens):
             tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
@@ -71,7 +76,7 @@ def test_every_phase_answers_as_transformers_alone(result: DemoResult, tiny: Sca
     for conversation in (0, 1):
         answers: list[list[int]] = []
         for turn in (0, 1):
-            expected = plain_answer(tiny, 0, workload.prompt(conversation, answers))
+            expected = plain_answer(tiny.model, 0, workload.prompt(conversation, answers), tiny.answer_tokens)
             for phase in result.phases.values():
                 ours = [r for r in phase.turns if (r.conversation, r.turn) == (conversation, turn)]
                 assert [list(r.output_ids) for r in ours] == [expected], phase.name
@@ -101,8 +106,8 @@ def test_without_tiers_the_lost_blocks_are_computed_again(result: DemoResult) ->
         if turn.turn == 1:
             # The other conversation held 10 of the pool's 14 rows.
             assert 3 <= turn.device_tokens // 16 <= 3 + pool_blocks - 10
-    assert result.phases["recompute"].device_evicted_blocks > 0
-    assert result.phases["in_memory"].device_evicted_blocks == 0
+    # On the roomy pool nothing but the new tokens is computed.
+    assert [t.device_tokens for t in result.phases["in_memory"].turns if t.turn == 1] == [160, 160]
 
 
 def test_hits_are_told_by_tier(result: DemoResult) -> None:
@@ -116,6 +121,39 @@ def test_an_altered_block_changes_the_answer_and_an_honest_one_does_not(result: 
     assert result.control.honest_ids == result.control.expected_ids
     assert result.control.altered_ids != result.control.expected_ids
     assert result.control.loaded_tokens == 160
+
+
+def test_the_ten_blocks_of_the_case_come_back(result: DemoResult) -> None:
+    """The third of ten blocks was evicted while the request ran: two are found without re-store, ten with it."""
+    block = result.restoring.block
+    assert block.off.hit_tokens == 2 * 16
+    assert block.on.hit_tokens == 10 * 16
+    assert len(block.copy_s) == 8
+    assert 0 < block.cost_s < block.off.ttft_s
+
+
+def test_the_traffic_answers_as_transformers_alone(result: DemoResult, tiny_traffic: TrafficScale) -> None:
+    """The first two turns of one conversation, without any cache; the others by the demo's own comparison."""
+    from tiering.cli.demo.traffic import Script
+
+    script = Script(tiny_traffic, 0)
+    said = script.opening(4)
+    for turn in (0, 1):
+        said = said + script.message(4, turn)
+        expected = plain_answer(tiny_traffic.model, 0, said, tiny_traffic.answer_tokens)
+        for pair in result.restoring.pairs:
+            assert list(pair.off.outputs[4, turn]) == list(pair.on.outputs[4, turn]) == expected
+        said = said + expected
+
+
+def test_every_turn_of_the_traffic_is_served_with_and_without_re_store(result: DemoResult) -> None:
+    for pair in result.restoring.pairs:
+        for run in (pair.off, pair.on):
+            assert sorted(run.outputs) == [(conversation, turn) for conversation in range(6) for turn in range(3)]
+            assert run.evicted_blocks > 0
+            assert len(run.holes) == 18
+        assert pair.off.restored_blocks == 0 < pair.on.restored_blocks
+    assert [pair.on.policy for pair in result.restoring.pairs] == ["lru", "prefix"]
 
 
 def test_the_json_object(result: DemoResult, plot: Path) -> None:
@@ -133,6 +171,14 @@ def test_the_json_object(result: DemoResult, plot: Path) -> None:
     for phase in report["phases"].values():
         assert phase["computed_tokens"] + phase["device_tokens"] + phase["saved_tokens"] == phase["prompt_tokens"]
         assert phase["refused_blocks"] == 0
+    restore = report["restore"]
+    assert restore["outputs_identical"] is True
+    assert [(run["policy"], run["restore"]) for run in restore["traffic"]] == [
+        ("lru", False), ("lru", True), ("prefix", False), ("prefix", True)
+    ]  # fmt: skip
+    block = restore["block"]
+    assert block["gain_to_cost"] == pytest.approx(block["hit_gain_ms"] / block["restore_cost_ms"])
+    assert (block["gain_to_cost_of_a_gpu"], block["expected_gain_to_cost_of_a_gpu"]) == (50, 25)
     assert report["plot"] == str(plot)
 
 
@@ -157,4 +203,6 @@ def test_render_tells_the_verdict(result: DemoResult) -> None:
     text = console.export_text()
     assert "recompute" in text
     assert "identical token for token" in text
+    assert "Re-store: 6 live conversations of 3 turns" in text
+    assert "estimate for a serving GPU: 50x" in text
     assert "OK: same answers" in text

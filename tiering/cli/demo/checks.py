@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from tiering import TieringConfig, TieringOffloadingManager, block_keys
-from tiering.cli.demo.engine import Engine, TurnRecord
 from tiering.cli.demo.model import DemoModel
 from tiering.cli.demo.phase import PhaseResult, Setup
+from tiering.cli.demo.record import TurnRecord
+from tiering.cli.demo.serving import Server, tiers_below
 
 ALTERED_BLOCK = 1
 """Which block of the prompt the control alters: an early one, of the shared system prompt."""
@@ -58,25 +60,24 @@ def plain_forward(model: DemoModel, prompt: Sequence[int], answer_tokens: int) -
     return torch.stack(steps), ttft_s
 
 
-async def run_control(
+def run_control(
     setup: Setup,
     model: DemoModel,
-    reference: Engine,
+    reference: Server,
     turns: Sequence[TurnRecord],
     tiers: tuple[Mapping[str, Any], Mapping[str, Any]],
 ) -> Control:
     """Answer the last prompt of conversation 0 from honest and from altered blocks.
 
-    ``reference`` is an engine that still holds all blocks of ``turns``; ``tiers`` are two configurations over empty
+    ``reference`` is a server whose engine still holds all blocks of ``turns``; ``tiers`` are two configurations over empty
     directories. Keys and values of the altered block change sign: finite numbers, and nothing a checksum would see.
     """
     prompt = prompt_of(setup, turns, 0)
-    layout = model.layout(setup.scale.tokens_per_block)
-    keys = list(block_keys(prompt[:-1], layout))
-    blocks = reference.blocks(keys)
-    honest = await _store_and_answer(setup, model, prompt, blocks, tiers[0])
+    # What a request can reuse: its last token is always computed.
+    blocks = reference.rows(prompt[:-1])
+    honest = _store_and_answer(setup, model, prompt, blocks, tiers[0])
     blocks[ALTERED_BLOCK].view(torch.float32).neg_()
-    altered = await _store_and_answer(setup, model, prompt, blocks, tiers[1])
+    altered = _store_and_answer(setup, model, prompt, blocks, tiers[1])
     return Control(
         expected_ids=last_turn(turns, 0).output_ids,
         honest_ids=honest.output_ids,
@@ -86,18 +87,21 @@ async def run_control(
     )
 
 
-async def _store_and_answer(
-    setup: Setup, model: DemoModel, prompt: Sequence[int], blocks: torch.Tensor, tiers: Mapping[str, Any]
+def _store_and_answer(
+    setup: Setup, model: DemoModel, prompt: Sequence[int], blocks: torch.Tensor, config: Mapping[str, Any]
 ) -> TurnRecord:
-    """Store ``blocks`` with one manager; answer with another one and an empty device pool, so that NVMe serves them."""
-    tokens_per_block = setup.scale.tokens_per_block
-    config, layout = TieringConfig.from_dict(tiers), model.layout(tokens_per_block)
-    async with TieringOffloadingManager(config, layout) as manager:
-        await manager.store(list(block_keys(prompt[:-1], layout)), blocks)
-        await manager.flush()
-    async with TieringOffloadingManager(config, layout) as manager:
-        engine = Engine(model, tokens_per_block=tokens_per_block, pool_blocks=setup.pool_blocks, manager=manager)
-        return await engine.answer(0, setup.turns - 1, prompt, setup.scale.answer_tokens)
+    """Store ``blocks`` with one manager; answer with another one under an empty engine, so that NVMe serves them."""
+    runner = setup.runner(model, setup.pool_blocks)
+
+    async def store() -> None:
+        async with TieringOffloadingManager(TieringConfig.from_dict(config), runner.layout) as manager:
+            await manager.store(list(block_keys(prompt[:-1], runner.layout)), blocks)
+            await manager.flush()
+
+    asyncio.run(store())
+    with tiers_below(runner, config) as tiers:
+        server = Server(runner, tiers, step_tokens_max=setup.step_tokens_max)
+        return server.answer(0, setup.turns - 1, prompt, setup.scale.answer_tokens)
 
 
 def ids_equal(phases: Sequence[PhaseResult]) -> bool:

@@ -6,7 +6,6 @@ the ``PhaseResult``. ``run_in_new_process`` is the parent's side.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -36,7 +35,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     setup = Setup.from_json(request["setup"])
     model = setup.build_model()
-    result = asyncio.run(run_phase(request["name"], setup, model, request["tiers"], no_progress))
+    result = run_phase(request["name"], setup, model, request["tiers"], no_progress)
     json.dump(result.to_json(), sys.stdout)
 
 

@@ -70,6 +70,50 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class TrafficScale:
+    """Sizes of the re-store phase: many live conversations, and prompts between them that never come again.
+
+    The numbers make the tier lose blocks of requests that run, which is what re-store is about: the engine holds most
+    conversations at once, the tier little more than it, and the prompts that pass through fill it again within a few turns'
+    time. With a tier of twice this size nothing would be lost, and nothing regained.
+    """
+
+    model: ModelSpec = field(
+        default_factory=lambda: ModelSpec(layers=2, hidden=128, intermediate=256, heads=2, kv_heads=2)
+    )
+    """Smaller than the other phases': there are many more turns here, and each runs several times."""
+    tokens_per_block: int = 32
+    conversations: int = 10
+    """All live from the first turn to the last."""
+    turns: int = 10
+    opening_tokens: int = 176
+    message_tokens: int = 6
+    answer_tokens: int = 10
+    stagger_steps: int = 2
+    """Engine steps between the first turns of two conversations."""
+    pause_steps: int = 1
+    """Engine steps between an answer and the next message of its conversation."""
+    passing_tokens: int = 128
+    """Of a prompt that comes once and is answered with one token: one a step."""
+    device_blocks: int = 79
+    primary_blocks: int = 104
+    requests_max: int = 9
+    """That the engine runs at once; the others wait."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.tokens_per_block * self.model.kv_bytes_per_token
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        return self.opening_tokens + self.turns * (self.message_tokens + self.answer_tokens)
+
+    @property
+    def turns_total(self) -> int:
+        return self.conversations * self.turns
+
+
+@dataclass(frozen=True, slots=True)
 class DemoOptions:
     """``path``: keep the tiers' files in a fresh directory below it (None: a temporary directory, removed afterwards).
 
@@ -82,6 +126,7 @@ class DemoOptions:
     turns: int = 4
     seed: int = 0
     scale: Scale = field(default_factory=Scale)
+    traffic: TrafficScale = field(default_factory=TrafficScale)
 
     def __post_init__(self) -> None:
         if not 2 <= self.conversations <= 64:

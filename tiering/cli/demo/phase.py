@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tiering import TieringConfig, TieringOffloadingManager
-from tiering.cli.demo.engine import Engine, TurnRecord
 from tiering.cli.demo.model import DemoModel
 from tiering.cli.demo.options import Progress, Scale
+from tiering.cli.demo.record import TurnRecord
+from tiering.cli.demo.serving import Server, tiers_below
 from tiering.cli.demo.workload import Workload
+from tiering.connectors.reference import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,15 @@ class Setup:
     @property
     def distinct_blocks_max(self) -> int:
         return self.conversations * self.scale.sequence_blocks_max(self.turns)
+
+    @property
+    def step_tokens_max(self) -> int:
+        """A whole prompt in one step, beside as many requests as the engine runs at once."""
+        return self.scale.sequence_tokens_max(self.turns) + self.scale.tokens_per_block
+
+    def runner(self, model: DemoModel, pool_blocks: int) -> ModelRunner:
+        """The model over a device pool of ``pool_blocks``; block 0 is the engine's null block."""
+        return model.runner(num_gpu_blocks=pool_blocks + 1, tokens_per_block=self.scale.tokens_per_block)
 
     def workload(self) -> Workload:
         return Workload(self.scale, conversations=self.conversations, turns=self.turns, seed=self.seed)
@@ -79,7 +90,6 @@ class PhaseResult:
     """Opening the manager: arena, tiers, recovery of what an earlier run left. 0 without tiers."""
     stored_blocks: int
     refused_blocks: int
-    device_evicted_blocks: int
 
     def to_json(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -90,46 +100,45 @@ class PhaseResult:
         return PhaseResult(**{**fields, "turns": tuple(TurnRecord.from_json(turn) for turn in fields["turns"])})
 
 
-async def run_phase(
+def run_phase(
     name: str, setup: Setup, model: DemoModel, tiers: Mapping[str, Any] | None, progress: Progress
 ) -> PhaseResult:
     """Run the workload on a fresh engine, over the tiers of the configuration ``tiers`` (None: no tiers).
 
     The manager is flushed and closed at the end, so that the next phase finds every block in its directory.
     """
-    result, _ = await run_engine(name, setup, model, tiers, progress, pool_blocks=setup.pool_blocks)
+    result, _ = run_server(name, setup, model, tiers, progress, pool_blocks=setup.pool_blocks)
     return result
 
 
-async def run_engine(
+def run_server(
     name: str,
     setup: Setup,
     model: DemoModel,
-    tiers: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
     progress: Progress,
     *,
     pool_blocks: int,
-) -> tuple[PhaseResult, Engine]:
-    """``run_phase`` with a device pool of ``pool_blocks``; also returns the engine, whose manager is closed."""
-    tokens_per_block = setup.scale.tokens_per_block
-    async with AsyncExitStack() as stack:
-        begin = time.perf_counter()
-        manager = None
+) -> tuple[PhaseResult, Server]:
+    """``run_phase`` with a device pool of ``pool_blocks``; also returns the server, whose manager is closed."""
+    runner = setup.runner(model, pool_blocks)
+    open_s, stats = 0.0, {"stored_blocks": 0, "refused_blocks": 0}
+    with ExitStack() as stack:
+        tiers = None
+        if config is not None:
+            begin = time.perf_counter()
+            tiers = stack.enter_context(tiers_below(runner, config))
+            open_s = time.perf_counter() - begin
+        server = Server(runner, tiers, step_tokens_max=setup.step_tokens_max)
+        records = setup.workload().run(server, name, progress)
         if tiers is not None:
-            layout = model.layout(tokens_per_block)
-            manager = TieringOffloadingManager(TieringConfig.from_dict(tiers), layout)
-            await stack.enter_async_context(manager)
-        open_s = time.perf_counter() - begin if manager is not None else 0.0
-        engine = Engine(model, tokens_per_block=tokens_per_block, pool_blocks=pool_blocks, manager=manager)
-        records = await setup.workload().run(engine, name, progress)
-        if manager is not None:
-            await manager.flush()
+            asyncio.run(tiers.manager.flush())
+            stats = tiers.manager.stats()
     result = PhaseResult(
         name=name,
         turns=tuple(records),
         open_s=open_s,
-        stored_blocks=engine.stored_blocks,
-        refused_blocks=engine.refused_blocks,
-        device_evicted_blocks=engine.pool.evicted_blocks,
+        stored_blocks=stats["stored_blocks"],
+        refused_blocks=stats["refused_blocks"],
     )
-    return result, engine
+    return result, server

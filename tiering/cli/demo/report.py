@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from tiering.cli.demo.block import BLOCKS
 from tiering.cli.demo.checks import ALTERED_BLOCK
 from tiering.cli.demo.options import Progress
+from tiering.cli.demo.restoring import GPU_GAIN_TO_COST, HIT_AGAIN, RestoreResult
 from tiering.cli.demo.result import MEASURED, DemoResult
 
 HEADINGS = {
@@ -42,6 +44,8 @@ def render(result: DemoResult, console: Console) -> None:
     """Print the tables, the proof and the verdict."""
     console.print(_turns_table(result))
     console.print(_phases_table(result))
+    console.print(_restore_table(result.restoring))
+    console.print(_restore_worth(result.restoring), highlight=False)
     console.print(_proof(result), highlight=False)
     if result.path is not None:
         console.print(f"The tiers' files are kept in {result.path}", highlight=False)
@@ -95,6 +99,49 @@ def _phases_table(result: DemoResult) -> Table:
             f"{result.speedup(name):.1f}x",
         )
     return table
+
+
+def _restore_table(restoring: RestoreResult) -> Table:
+    scale = restoring.scale
+    table = Table(
+        title=f"Re-store: {scale.conversations} live conversations of {scale.turns} turns beside prompts that pass through, "
+        f"a CPU tier of {scale.primary_blocks} blocks alone; all but the first turns",
+        title_justify="left",
+    )
+    headings = ("policy", "re-store", "hit tokens", "hit rate", "restored blocks", "holes", "hole tokens", "TTFT (ms)")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in headings[:2] else "right")
+    for run in (run for pair in restoring.pairs for run in (pair.off, pair.on)):
+        table.add_row(
+            run.policy,
+            "on" if run.restore else "off",
+            f"{run.hit_tokens:,}",
+            f"{run.token_hit_rate:.3f}",
+            f"{run.restored_blocks:,}",
+            f"{run.holes_mean:.1f}",
+            f"{run.holes_mean * run.tokens_per_block:,.0f}",
+            f"{run.ttft_median_ms:,.0f}",
+        )
+    return table
+
+
+def _restore_worth(restoring: RestoreResult) -> str:
+    block = restoring.block
+    again = ", ".join(
+        f"{pair.on.policy} {pair.hit_again:.2f} of them: {restoring.expected_gain_to_cost(pair):,.0f}x"
+        for pair in restoring.pairs
+        if pair.hit_again is not None
+    )
+    return (
+        f"One block ({block.block_bytes / 1024:.0f} KiB, {block.tokens_per_block} tokens): re-storing it cost a copy of "
+        f"{block.cost_s * 1e3:.2f} ms, computing its tokens again takes {block.gain_s * 1e3:,.0f} ms: "
+        f"{block.gain_to_cost:,.0f}x a hit (estimate for a serving GPU: {GPU_GAIN_TO_COST:.0f}x).\n"
+        f"By the blocks that the traffic above hit again for each one re-stored ({again}; estimate for a GPU, half of them "
+        f"hit: {GPU_GAIN_TO_COST * HIT_AGAIN:.0f}x).\n"
+        f"With that one block lost of {BLOCKS} the prompt found {block.off.hit_tokens:,} tokens and took "
+        f"{block.off.ttft_s * 1e3:,.0f} ms to its first token; with it re-stored {block.on.hit_tokens:,} tokens, "
+        f"{block.on.ttft_s * 1e3:,.0f} ms. The device is a CPU here and the model small: the ratios are not a GPU's."
+    )
 
 
 def _proof(result: DemoResult) -> str:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiering.cli.demo import checks
-from tiering.cli.demo.engine import TurnRecord
 from tiering.cli.demo.options import DemoOptions
 from tiering.cli.demo.phase import PhaseResult
+from tiering.cli.demo.record import TurnRecord
+from tiering.cli.demo.restoring import RestoreResult
 
 MEASURED = ("recompute", "primary", "nvme", "restart")
 TIERED = ("primary", "nvme", "restart")
@@ -43,6 +44,7 @@ class DemoResult:
     phases: Mapping[str, PhaseResult]
     plain: tuple[PlainAnswer, ...]
     control: checks.Control
+    restoring: RestoreResult
     machine: Mapping[str, Any]
     path: str | None
     """Where the tiers' files are kept; None if they were removed."""
@@ -54,7 +56,11 @@ class DemoResult:
 
     @property
     def outputs_identical(self) -> bool:
-        """Every phase, and the plain forwards, gave the same token ids in every turn."""
+        """Every phase, and the plain forwards, gave the same token ids in every turn, those of the re-store phase too."""
+        return self.phases_identical and self.restoring.outputs_identical
+
+    @property
+    def phases_identical(self) -> bool:
         recompute = self.phases["recompute"]
         return checks.ids_equal(list(self.phases.values())) and all(
             answer.output_ids == checks.last_turn(recompute.turns, answer.conversation).output_ids
@@ -111,7 +117,7 @@ class DemoResult:
         return statistics.median(self.ttft_ms(phase))
 
     def load_median_ms(self, phase: str) -> float:
-        """The part of the TTFT that ``match`` and ``load`` took."""
+        """The part of the TTFT before the first forward pass: match and load."""
         return statistics.median(turn.load_s * 1e3 for turn in self.measured_turns(phase))
 
     def speedup(self, phase: str) -> float:
@@ -122,7 +128,7 @@ class DemoResult:
     def failures(self) -> list[str]:
         """Each claim of the demo that did not hold, in words."""
         claims = [
-            (self.outputs_identical, "the phases gave different token ids"),
+            (self.phases_identical, "the phases gave different token ids"),
             (self.control_changed_outputs, "the altered block did not change the output"),
             (self.control.honest_ids == self.control.expected_ids, "the control's honest blocks changed the output"),
             (self.bit_equal_same_chunks, "logits are not bit-equal to the in-memory run"),
@@ -134,6 +140,7 @@ class DemoResult:
                 )
                 for name in TIERED
             ),
+            *self.restoring.claims,
         ]
         return [failure for held, failure in claims if not held]
 
@@ -172,6 +179,7 @@ class DemoResult:
                 "honest_ids": list(self.control.honest_ids),
                 "altered_ids": list(self.control.altered_ids),
             },
+            "restore": self.restoring.to_json(),
             "seed": self.options.seed,
             "scale": self.options.scale.to_json(),
             "machine": dict(self.machine),
@@ -190,7 +198,6 @@ class DemoResult:
             "hit_tokens_by_tier": self.hit_tokens_by_tier(name),
             "stored_blocks": phase.stored_blocks,
             "refused_blocks": phase.refused_blocks,
-            "device_evicted_blocks": phase.device_evicted_blocks,
             "open_ms": phase.open_s * 1e3,
         }
 

@@ -1,8 +1,7 @@
-"""Runs the demo: the same conversations without tiers, with them, from NVMe, and in a new process."""
+"""Runs the demo: the same conversations without tiers, with them, from NVMe, and in a new process; then re-store."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import tempfile
@@ -16,16 +15,17 @@ import torch
 
 from tiering.cli.demo import checks, plot
 from tiering.cli.demo.child import run_in_new_process
-from tiering.cli.demo.engine import Engine
 from tiering.cli.demo.model import DemoModel, require_transformers
 from tiering.cli.demo.options import DemoOptions, Progress, no_progress
-from tiering.cli.demo.phase import PhaseResult, Setup, run_engine, run_phase
+from tiering.cli.demo.phase import PhaseResult, Setup, run_phase, run_server
+from tiering.cli.demo.restoring import run_restoring
 from tiering.cli.demo.result import DemoResult, PlainAnswer
+from tiering.cli.demo.serving import Server
 from tiering.errors import ConfigError
 
 
 def run_demo(options: DemoOptions, *, progress: Progress = no_progress) -> DemoResult:
-    """Run every phase and check. Blocks for about a minute; starts its own event loops, so call it outside of one.
+    """Run every phase and check. Blocks for some two minutes; opens managers, so call it outside of an event loop.
 
     Sets torch's thread count for the process and restores it. Writes the plot if ``options.plot`` is set. Raises
     ``ConfigError`` for a missing extra or an unusable path, before anything runs.
@@ -54,25 +54,25 @@ def _run(options: DemoOptions, directory: Path, progress: Progress) -> DemoResul
     roomy = setup.tiers(directory / "tiers", primary_blocks=setup.distinct_blocks_max * 5 // 4 + 4)
     tight = setup.tiers(directory / "tiers", primary_blocks=setup.pool_blocks + 2)
 
-    in_memory, reference = asyncio.run(
-        run_engine("in_memory", setup, model, None, progress, pool_blocks=setup.distinct_blocks_max)
-    )
+    in_memory, reference = run_server("in_memory", setup, model, None, progress, pool_blocks=setup.distinct_blocks_max)
     phases = {
         "in_memory": in_memory,
-        "recompute": asyncio.run(run_phase("recompute", setup, model, None, progress)),
-        "primary": asyncio.run(run_phase("primary", setup, model, roomy, progress)),
-        "nvme": asyncio.run(run_phase("nvme", setup, model, tight, progress)),
+        "recompute": run_phase("recompute", setup, model, None, progress),
+        "primary": run_phase("primary", setup, model, roomy, progress),
+        "nvme": run_phase("nvme", setup, model, tight, progress),
     }
     progress("restart", 0, options.turns_total)
     phases["restart"] = run_in_new_process("restart", setup, tight)
     progress("restart", options.turns_total, options.turns_total)
     plain = _plain_answers(setup, model, in_memory, progress)
     control = _control(setup, model, reference, in_memory, directory, progress)
+    restoring = run_restoring(setup, model, options.traffic, progress)
     return DemoResult(
         options=options,
         phases=phases,
         plain=plain,
         control=control,
+        restoring=restoring,
         machine=_machine(directory),
         path=None if options.path is None else str(directory),
         seconds=time.perf_counter() - begin,
@@ -101,14 +101,14 @@ def _plain_answers(
 
 
 def _control(
-    setup: Setup, model: DemoModel, reference: Engine, in_memory: PhaseResult, directory: Path, progress: Progress
+    setup: Setup, model: DemoModel, reference: Server, in_memory: PhaseResult, directory: Path, progress: Progress
 ) -> checks.Control:
     progress("control", 0, 1)
     honest, altered = (
         setup.tiers(directory / name, primary_blocks=setup.pool_blocks + 2)
         for name in ("control-honest", "control-altered")
     )
-    control = asyncio.run(checks.run_control(setup, model, reference, in_memory.turns, (honest, altered)))
+    control = checks.run_control(setup, model, reference, in_memory.turns, (honest, altered))
     progress("control", 1, 1)
     return control
 

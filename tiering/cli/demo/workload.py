@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tiering.cli.demo.engine import Engine, TurnRecord
 from tiering.cli.demo.options import Progress, Scale
+from tiering.cli.demo.record import TurnRecord
+from tiering.cli.demo.serving import Server
 
 
 class Workload:
@@ -17,14 +18,14 @@ class Workload:
         self.conversations = conversations
         self.turns = turns
         self._seed = seed
-        self._system = self._tokens("system", scale.system_tokens)
+        self._system = self.tokens("system", scale.system_tokens)
 
     def opening(self, conversation: int) -> list[int]:
         """System prompt and document."""
-        return self._system + self._tokens(f"document {conversation}", self.scale.document_tokens)
+        return self._system + self.tokens(f"document {conversation}", self.scale.document_tokens)
 
     def message(self, conversation: int, turn: int) -> list[int]:
-        return self._tokens(f"message {conversation} {turn}", self.scale.message_tokens)
+        return self.tokens(f"message {conversation} {turn}", self.scale.message_tokens)
 
     def prompt(self, conversation: int, answers: Sequence[Sequence[int]]) -> list[int]:
         """The prompt of turn ``len(answers)``: everything said before, and the next message."""
@@ -33,7 +34,7 @@ class Workload:
             tokens += [*self.message(conversation, turn), *answer]
         return tokens + self.message(conversation, len(answers))
 
-    async def run(self, engine: Engine, phase: str, progress: Progress) -> list[TurnRecord]:
+    def run(self, server: Server, phase: str, progress: Progress) -> list[TurnRecord]:
         """All turns, one of each conversation in turn, so that each finds its device blocks taken by the others.
 
         A turn reuses no more than the turns before it computed. A phase over a directory that an earlier phase
@@ -47,7 +48,7 @@ class Workload:
         for turn in range(self.turns):
             for conversation in range(self.conversations):
                 prompt = self.prompt(conversation, answers[conversation])
-                record = await engine.answer(
+                record = server.answer(
                     conversation, turn, prompt, self.scale.answer_tokens, reusable_tokens=computed[conversation]
                 )
                 # The last token of an answer was chosen, but not fed to the model.
@@ -57,6 +58,7 @@ class Workload:
                 progress(phase, len(records), total)
         return records
 
-    def _tokens(self, what: str, count: int) -> list[int]:
+    def tokens(self, what: str, count: int) -> list[int]:
+        """``count`` token ids that no other ``what`` begins with."""
         source = random.Random(f"{self._seed} {what}")
         return [source.randrange(self.scale.model.vocab) for _ in range(count)]
