@@ -30,6 +30,10 @@ _NO_CREDENTIALS: Final = {
 _STATUS: Final = re.compile(r"status code: ([1-5]\d\d)")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 
+_ASKED: Final = re.compile(r"Error performing [A-Z]+ (https?://[^/\s]+)")
+_REASON: Final = re.compile(r'^ +(?:message|error): "([^"]+)"', re.MULTILINE)
+"""The system's or the resolver's own words, in obstore's account of where an error came from."""
+
 _PLAIN_OPTIONS: Final = {"endpoint_url", "endpoint", "region", "region_name", "profile", "addressing_style"}
 _SECRET_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _SECRET_CHARS_MIN: Final = 4
@@ -97,9 +101,18 @@ def trouble_of(op: str, error: Exception, secrets: Secrets) -> Trouble:
     if status:
         why = f"{op}: HTTP {status} {code}".rstrip()
         return Trouble(_kind_of_status(status, code), why, code)
-    first_line = str(error).partition("\n")[0]
-    why = secrets.hide(f"{op}: {type(error).__name__}: {first_line}".rstrip(": "))[:WHY_CHARS_MAX]
+    why = secrets.hide(f"{op}: {_words(error)}")[:WHY_CHARS_MAX]
     return Trouble(_kind_of_error(error), why, code)
+
+
+def _words(error: Exception) -> str:
+    """What ``error`` says in its first line; obstore tells there whom it asked and for what, and the reason further down."""
+    text = str(error)
+    asked, reason = _ASKED.search(text), _REASON.search(text)
+    if asked and reason:
+        return f"{asked[1]}: {reason[1]}"
+    first_line = text.partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}".rstrip(": ")
 
 
 def _kind_of_status(status: int, code: str) -> Kind:

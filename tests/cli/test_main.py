@@ -134,7 +134,7 @@ def test_init_writes_the_local_one_here_and_never_over_another(tmp_path: Path, r
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loacl"], 'unknown configuration "loacl"; did you mean "local"? (known: cpu-only, local, two-disks)'),
+        (["loacl"], 'unknown configuration "loacl"; did you mean "local"? (known: cpu-only, full, local, two-disks)'),
         (["local", "--to", "/proc/absent/x.yaml"], "--to /proc/absent/x.yaml: No such file or directory"),
     ],
 )

@@ -26,6 +26,8 @@ class Body(enum.Enum):
     """One bit, in the middle."""
     HANGS = "hangs"
     """Half of the body; the rest when ``release`` is called."""
+    SLOW = "slow"
+    """Half of the body; the rest after the fault's ``pause_s``."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Fault:
     code: str = ""
     drop: bool = False
     body: Body = Body.WHOLE
+    pause_s: float = 0.0
     path: str = ""
     """Only requests whose path holds it."""
 
@@ -120,7 +123,7 @@ class HttpProxy:
                 await writer.drain()
                 return True
             answer = await self._ask(head, body)
-            return await self._answer(writer, method, answer, fault.body if fault else Body.WHOLE)
+            return await self._answer(writer, answer, fault)
         finally:
             self._under_way -= 1
 
@@ -142,9 +145,10 @@ class HttpProxy:
         answer_head, _, answer_body = raw.partition(b"\r\n\r\n")
         return _with(answer_head + b"\r\n\r\n", {"Connection": None}), answer_body
 
-    async def _answer(self, writer: asyncio.StreamWriter, method: str, answer: tuple[bytes, bytes], how: Body) -> bool:
+    async def _answer(self, writer: asyncio.StreamWriter, answer: tuple[bytes, bytes], fault: Fault | None) -> bool:
         head, body = answer
         half = len(body) // 2
+        how = fault.body if fault is not None else Body.WHOLE
         match how:
             case Body.CUT:
                 writer.write(head + body[:half])
@@ -162,6 +166,11 @@ class HttpProxy:
                 self._hung.release()
                 await self._released.wait()
                 head, body = b"", body[half:]
+            case Body.SLOW:
+                writer.write(head + body[:half])
+                await writer.drain()
+                await asyncio.sleep(fault.pause_s if fault is not None else 0.0)
+                head, body = b"", body[half:]
             case Body.WHOLE:
                 pass
         if how in (Body.SHORTENED, Body.EXTENDED):
@@ -173,14 +182,14 @@ class HttpProxy:
 
 
 @asynccontextmanager
-async def http_proxy(upstream_url: str) -> AsyncIterator[HttpProxy]:
-    """A proxy on a free port of loopback in front of ``upstream_url``."""
+async def http_proxy(upstream_url: str, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[HttpProxy]:
+    """A proxy in front of ``upstream_url``, on a free port unless one is named."""
     parts = urlsplit(upstream_url)
     assert parts.hostname
     assert parts.port
     proxy = HttpProxy(parts.hostname, parts.port)
-    server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
-    proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(proxy._serve, host, port)
+    proxy.url = f"http://{host}:{server.sockets[0].getsockname()[1]}"
     try:
         yield proxy
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -76,8 +77,13 @@ class SeaweedServer:
             executor.submit(asyncio.run, _make_bucket(self.endpoint_url, name)).result()
 
     def freeze(self) -> None:
-        """Every connection hangs until ``thaw``."""
+        """Every connection hangs until ``thaw``. Returns once the process has stopped.
+
+        Sending the signal is not enough: a process of many threads goes on for some milliseconds, and on a loaded
+        machine answered requests that were sent after it.
+        """
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -112,12 +118,18 @@ def start_seaweed() -> SeaweedServer:
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    """One server for the whole session; tests keep apart by bucket or prefix."""
-    server = start_seaweed()
+    """One server for the whole session, whoever asks; tests keep apart by bucket or prefix."""
+    server = _shared()
     try:
         yield server
     finally:
         server.stop()
+
+
+@functools.cache
+def _shared() -> SeaweedServer:
+    """Each directory that imports the fixture has one of its own; they all end with the session."""
+    return start_seaweed()
 
 
 async def _make_bucket(endpoint_url: str, name: str) -> None:

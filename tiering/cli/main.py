@@ -92,6 +92,23 @@ def inspect(
     finish(command.inspect(config, tier, verify=verify), command.show, as_json=as_json)
 
 
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Its type in the YAML, such as my-store.", show_default=False)],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory to make; kvtiering-NAME by default. One that exists is left alone.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a package with a new backend that passes the conformance kit, for you to change."""
+    from tiering.cli import new_backend as command
+
+    finish(command.new_backend(name, directory), command.show, as_json=as_json)
+
+
 @bench_app.command("nvme")
 def bench_nvme(
     path: Annotated[
@@ -105,6 +122,38 @@ def bench_nvme(
     from tiering.cli import bench_nvme as command
 
     finish(command.bench(path, pairs), command.show, as_json=as_json)
+
+
+@bench_app.command("redis")
+def bench_redis(
+    url: Annotated[
+        str | None,
+        typer.Option(help="The server to measure; without it one is started, if one is installed.", show_default=False),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=3, max=1000, help="Rounds a block size, in which every way runs once.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """Compare the redis backend with a raw socket and with redis-py on the same server, in one run."""
+    from tiering.cli import bench_redis as command
+
+    finish(command.bench(url, pairs), command.show, as_json=as_json)
+
+
+@bench_app.command("s3")
+def bench_s3(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="s3://BUCKET/PREFIX; without it a server is started, if one is installed.", show_default=False
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=3, max=1000, help="Rounds a block size, in which both sides run once.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Compare the fsspec backend with the bare S3 clients on the same server, in one run."""
+    from tiering.cli import bench_s3 as command
+
+    finish(command.bench(url, pairs), command.show, as_json=as_json)
 
 
 @config_app.command("init")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import mmap
+import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -274,3 +276,62 @@ async def test_a_dead_endpoint_fails_every_call_retryably(s3: SeaweedServer, pre
         await dead.open(rig.namespace())
     assert raised.value.retryable
     await dead.aclose(5)
+
+
+async def test_no_deadline_a_frozen_server_fails_at_the_time_limit_and_serves_again(
+    s3: SeaweedServer, prefix: str, client: str
+) -> None:
+    """row 8: connections stay open and nothing answers, as in a stopped process; then it goes on, and so does the tier.
+
+    ``freeze`` returns once the whole process has stopped: a request sent in the milliseconds before that is answered.
+    """
+    async with (
+        rig.opened(rig.s3_config(prefix, s3_client=client)) as patient,
+        rig.opened(rig.s3_config(prefix, s3_client=client, timeout="1s")) as hasty,
+    ):
+        assert codes(await rig.store(patient, KEYS[:2])) == [OK] * 2
+        s3.freeze()
+        try:
+            waiting = asyncio.create_task(rig.load(patient, KEYS[:2]))
+            calls = (hasty.contains(KEYS[:2]), rig.load(hasty, KEYS[:2]), rig.store(hasty, KEYS[:2]))
+            for outcomes in await asyncio.wait_for(asyncio.gather(*calls), 20):
+                assert codes(outcomes) == [FAILED] * 2
+                assert all(outcome.retryable for outcome in outcomes)
+            assert not waiting.done(), "somebody answered"
+        finally:
+            s3.thaw()
+        assert codes(await waiting) == [OK] * 2
+        assert codes(await rig.load(patient, KEYS[:2])) == [OK] * 2
+
+
+async def test_cancelled_calls_to_a_frozen_server_return_at_once(s3: SeaweedServer, prefix: str, client: str) -> None:
+    """row 8: nobody has to wait for the time limit who does not want to."""
+    async with rig.opened(rig.s3_config(prefix, s3_client=client)) as backend:
+        assert codes(await rig.store(backend, KEYS[:2])) == [OK] * 2
+        s3.freeze()
+        try:
+            load = asyncio.create_task(rig.load(backend, KEYS[:2]))
+            store = asyncio.create_task(rig.store(backend, KEYS[2:4]))
+            done, _ = await asyncio.wait((load, store), timeout=0.1)
+            assert not done, "somebody answered"
+            for call in (load, store):
+                call.cancel()
+            await asyncio.wait((load, store), timeout=20)
+            assert load.cancelled()
+            assert store.cancelled()
+        finally:
+            s3.thaw()
+        assert codes(await rig.load(backend, KEYS[:2])) == [OK] * 2
+
+
+async def test_a_dead_endpoint_is_told_in_the_words_of_the_system(prefix: str, client: str) -> None:
+    """What an operator needs of it is who was asked and why that failed, not how the client tells it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        backend = FsspecBackend(rig.s3_config(prefix, endpoint=endpoint, s3_client=client))
+        with pytest.raises(BackendError, match=re.escape(endpoint)) as raised:
+            await backend.open(rig.namespace())
+    if client == "obstore":
+        assert str(raised.value) == f"fsspec.open: bucket {rig.BUCKET}: LIST: {endpoint}: Connection refused"
+    await backend.aclose(5)
