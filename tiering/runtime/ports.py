@@ -50,7 +50,7 @@ class LaneSpec:
     """Consecutive failed calls of one kind that open a breaker."""
     cooldown_s: float = 0.5
     """From the opening of a breaker to its trial; doubles with each failed trial, up to ``cooldown_max_s``."""
-    cooldown_max_s: float = 5.0
+    cooldown_max_s: float = 4.0
     open_deadline_s: float = 30.0
     """Of ``Backend.open`` and the scan behind it."""
 
