@@ -11,6 +11,7 @@ from tests.connectors.rig import FULL, WINDOW, prompt, rig
 from tests.manager.world import backend_of, faulty
 from tiering import Outcome
 from tiering.connectors.reference import CacheGroup
+from tiering.connectors.scheduler import FILL_DEADLINE_S
 from tiering.testing import VirtualClock
 
 _OK = Outcome.OK
@@ -159,20 +160,20 @@ def test_a_block_that_is_being_stored_is_asked_for_again_also_without_a_tier_beh
 
 def test_a_preempted_request_may_ask_again_as_a_new_one() -> None:
     """Its first wait has used up its deadline; the second has one of its own."""
-    far, plan = faulty("far", shared=True, deadline_s=1.0)
     clock = VirtualClock()
-    with bare(config={"tiers": [far]}, clock=clock) as world:
-        plan.hang("contains")
-        request = Prompt("r", 5 * TOKENS)
-        assert world.half.get_num_new_matched_tokens(request, 0) == (None, False)
-        asyncio.run(clock.advance(1.01))
-        assert world.half.get_num_new_matched_tokens(request, 0) == (0, False)
-        world.half.update_state_after_alloc(request, ([1, 2, 3, 4, 5],), 0)
-        world.report(world.step((request, ([1, 2, 3, 4, 5],), 0, 8)))
-        asyncio.run(clock.advance(10.0))  # what was asked is forgotten
-        world.report(world.step(preempted=["r"]))
-        request.num_tokens += TOKENS
-        assert world.half.get_num_new_matched_tokens(request, 0) == (None, False)
-        plan.heal()
-        world.half.request_finished(request, ([],))
+    with bare(clock=clock) as world:
+        first, second = Prompt("first", 3 * TOKENS), Prompt("second", 3 * TOKENS + 1)
+        world.half.get_num_new_matched_tokens(first, 0)
+        world.half.update_state_after_alloc(first, ([1, 2, 3],), 0)
+        stored = world.step((first, ([1, 2, 3],), 0, 12))
+        assert world.half.get_num_new_matched_tokens(second, 0) == (None, False)
+        asyncio.run(clock.advance(FILL_DEADLINE_S + 0.01))
+        assert world.half.get_num_new_matched_tokens(second, 0) == (0, False)
+        world.half.update_state_after_alloc(second, ([4, 5, 6, 7],), 0)
+        world.report(world.step((second, ([4, 5, 6, 7],), 0, 12)))
+        world.report(world.step(preempted=["second"]))
+        assert world.half.get_num_new_matched_tokens(second, 0) == (None, False)
+        world.report(stored)
+        for request in (first, second):
+            world.half.request_finished(request, ([1, 2, 3],))
         world.report(world.step())

@@ -20,7 +20,6 @@ from tiering import Group, KVLayout, TieringConfig, TieringOffloadingManager
 from tiering.connectors import OffloadingConnectorScheduler, OffloadingConnectorWorker
 from tiering.connectors.requests import ScheduledRequest, StepOutput
 from tiering.connectors.wire import ArenaAddress, ConnectorMetadata, LoadJob, StoreJob, WorkerOutput
-from tiering.errors import TieringError
 from tiering.memory.arena import Arena, PoolShape
 from tiering.memory.transfer.blocks import DeviceBlocks, Placement
 from tiering.memory.transfer.factory import open_engines
@@ -311,10 +310,22 @@ def test_a_worker_in_another_process_maps_the_slots_that_the_metadata_names(root
     manager.sync.close()
 
 
-def test_slots_that_cannot_be_mapped_say_why() -> None:
+def test_slots_that_cannot_be_mapped_fail_each_copy_and_no_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is logged once, and each job tells it: the engine computes, and goes on."""
     worker = OffloadingConnectorWorker()
     worker.register_kv_caches(DeviceBlocks(((torch.zeros(2, 8, dtype=torch.uint8),),)), Placement((1,)))
-    metadata = ConnectorMetadata(arena=ArenaAddress(0, 3, ((1, 4096),)))
-    with pytest.raises(TieringError, match="PID namespace"):
+    span = BlockSpan(Medium.GPU, (1,), (1,), (0,))
+    job = LoadJob("r", TransferSpec(BlockSpan(Medium.CPU, (0,), (1,), (0,)), span))
+    for number in (1, 2):
+        metadata = ConnectorMetadata(load_jobs={number: job}, arena=ArenaAddress(0, 3, ((1, 4096),)))
         worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv()
+        worker.wait_for_save()
+        assert worker.get_finished() == (set(), {"r"})
+        output = worker.take_output()
+        assert output is not None
+        assert output.invalid_block_ids == {1}
+        assert "PID namespace" in output.jobs[number].error
+    assert sum("has no slots" in record.getMessage() for record in caplog.records) == 1
     worker.shutdown()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tiering.connectors.wire import WorkerOutput
 from tiering.memory.transfer.spec import BlockSpan, Medium, TransferSpec
 from tiering.sync import SyncFace
 from tiering.types import Outcome
+
+CoreJob: TypeAlias = tuple[int, tuple[bool, ...]]
+"""(job of the manager's, which of its blocks are copied)."""
 
 
 @dataclass(slots=True)
@@ -20,8 +24,7 @@ class Job:
     is_store: bool
     pending: set[int]
     """Ranks that have not reported."""
-    core_jobs: list[tuple[int, int]]
-    """(job of the manager's, blocks)."""
+    core_jobs: list[CoreJob]
     gpu_block_ids: tuple[int, ...]
     failed: bool = False
     error: str = ""
@@ -55,7 +58,7 @@ class JobTable:
     _last_id: int = 0
 
     def begin(
-        self, request_id: str, core_jobs: list[tuple[int, int]], gpu_block_ids: tuple[int, ...], *, is_store: bool
+        self, request_id: str, core_jobs: list[CoreJob], gpu_block_ids: tuple[int, ...], *, is_store: bool
     ) -> int:
         """Register a job; its number on the wire."""
         self._last_id += 1
@@ -100,7 +103,7 @@ class JobTable:
     def _end(self, job: Job) -> None:
         del self.jobs[job.job_id]
         counters = self.counters
-        blocks = sum(count for _, count in job.core_jobs)
+        blocks = sum(sum(copied) for _, copied in job.core_jobs)
         if job.failed:
             counters.last_error = job.error
         if job.is_store:
@@ -110,8 +113,8 @@ class JobTable:
             counters.failed_store_jobs += job.failed
             counters.stored_blocks += 0 if job.failed else blocks
             outcome = Outcome.failed(job.error or "a rank could not copy the block") if job.failed else Outcome.OK
-            for core_job, count in job.core_jobs:
-                self.sync.complete(core_job, [outcome] * count)
+            for core_job, copied in job.core_jobs:
+                self.sync.complete(core_job, [outcome if one else Outcome.CANCELLED for one in copied])
         else:
             counters.failed_load_jobs += job.failed
             counters.loaded_blocks += 0 if job.failed else blocks

@@ -9,6 +9,8 @@ from tiering.connectors.geometry import Geometry, GroupGeometry
 from tiering.connectors.jobs import JobTable, SpecParts
 from tiering.connectors.requests import NULL_BLOCK
 from tiering.connectors.wire import LoadJob
+from tiering.core.events import LoadPlan
+from tiering.errors import ClosedError
 from tiering.runtime.gate import KEYS_PER_HOLD_MAX
 from tiering.sync import SyncFace
 from tiering.types import BlockKey
@@ -54,7 +56,9 @@ class Loader:
     geometry: Geometry
     jobs: JobTable
     deadline_s: float
-    waiting: dict[str, Load] = field(default_factory=dict)
+    waiting: dict[int, Load] = field(default_factory=dict)
+    """By a number: an aborted load may still be here when its request's id is used again."""
+    _begun: int = 0
     _part_of: dict[int, _Part] = field(default_factory=dict)
     short_tokens: int = 0
     """Tokens that were promised and could not be given."""
@@ -76,22 +80,30 @@ class Loader:
             wanted = group.to_load(computed_tokens, tokens)
             for start in range(wanted.start, wanted.stop, KEYS_PER_HOLD_MAX):
                 blocks = range(start, min(wanted.stop, start + KEYS_PER_HOLD_MAX))
-                plan = self.sync.plan_load(keys[group.group][blocks.start : blocks.stop], group=group.group)
+                plan = self._plan(keys[group.group][blocks.start : blocks.stop], group)
                 part = _Part(group, blocks, plan.job, plan.slots, plan.done)
                 parts.append(part)
                 if not plan.done:
                     self._part_of[plan.job] = part
         until_s = now_s + self.deadline_s
         load = Load(request_id, computed_tokens, tokens, tables, in_step, until_s, parts)
-        self.waiting[request_id] = load
+        self._begun += 1
+        self.waiting[self._begun] = load
         if in_step:  # the engine counts on this very step: what is not there by now is missing
             self._end(load)
 
+    def _plan(self, keys: Sequence[BlockKey], group: GroupGeometry) -> LoadPlan:
+        try:
+            return self.sync.plan_load(keys, group=group.group)
+        except ClosedError:  # promised before the close: the engine computes what does not come
+            return LoadPlan(0, True, ())
+
     def abort(self, request_id: str) -> None:
         """The request is gone: what is queued for it need not be read. Its load still ends on the wire, with nothing."""
-        if (load := self.waiting.get(request_id)) is not None:
-            load.aborted = True
-            self._give_back(load)
+        for load in self.waiting.values():
+            if load.request_id == request_id and not load.aborted:
+                load.aborted = True
+                self._give_back(load)
 
     def reset(self) -> None:
         """The weights changed: whatever is on its way is of no use."""
@@ -112,8 +124,8 @@ class Loader:
         for load in self.waiting.values():
             if not load.done and now_s >= load.until_s:
                 self._end(load)
-        ready = [load for load in self.waiting.values() if load.done]
-        return dict(map(self._on_the_wire, ready))
+        ready = [number for number, load in self.waiting.items() if load.done]
+        return dict(self._on_the_wire(self.waiting.pop(number)) for number in ready)
 
     def _end(self, load: Load) -> None:
         for part in load.parts:
@@ -127,7 +139,6 @@ class Loader:
                 part.slots, part.done = slots, True
 
     def _on_the_wire(self, load: Load) -> tuple[int, LoadJob]:
-        del self.waiting[load.request_id]
         tokens = load.computed_tokens if load.aborted or load.void else self._given(load)
         if not load.aborted:
             self.short_tokens += load.tokens - tokens
@@ -135,7 +146,7 @@ class Loader:
         missing: list[int] = []
         for part in load.parts:
             self._add(load, part, tokens, spec, missing)
-        core_jobs = [(part.core_job, len(part.slots)) for part in load.parts if part.core_job]
+        core_jobs = [(part.core_job, (True,) * len(part.slots)) for part in load.parts if part.core_job]
         job_id = self.jobs.begin(load.request_id, core_jobs, spec.gpu_block_ids, is_store=False)
         told = () if load.aborted else tuple(missing)
         return job_id, LoadJob(load.request_id, spec.load_spec(), told, load.in_step)

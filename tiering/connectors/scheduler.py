@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from tiering.connectors.requests import NULL_BLOCK, EngineRequest, RequestLimits
 from tiering.connectors.state import RequestState
 from tiering.connectors.storing import Storer
 from tiering.connectors.wire import ArenaAddress, ConnectorMetadata, WorkerOutput
+from tiering.errors import ClosedError
 from tiering.manager import LOAD_DEADLINE_S, TieringOffloadingManager
 from tiering.runtime.gate import KEYS_PER_HOLD_MAX
 
@@ -28,7 +30,7 @@ FILL_DEADLINE_S = 0.2
 @dataclass(slots=True)
 class MatchCounters:
     requests: int = 0
-    """Requests whose prompt was looked up, each once."""
+    """Prompts that were looked up, once each time that the request had no GPU blocks."""
     query_tokens: int = 0
     """Of their prompts, what the engine's own cache lacked."""
     hit_tokens: int = 0
@@ -96,7 +98,15 @@ class OffloadingConnectorScheduler:
 
     def on_new_request(self, request: EngineRequest, limits: RequestLimits | None = None) -> None:
         """Register a request with limits of its own. Without it a request is known from its first match on."""
+        if (old := self._requests.get(request.request_id)) is not None:
+            self._forget(old)
         self._requests[request.request_id] = RequestState.of(request, limits or RequestLimits(), self._geometry)
+
+    def _forget(self, state: RequestState) -> None:
+        """Nothing is leased, held or read for it any more."""
+        self._release_leases(state)
+        self._loader.abort(state.request.request_id)
+        self._storer.let_go(state)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind the first ``num_computed_tokens`` that the tiers can give, and whether the load is asynchronous.
@@ -211,10 +221,11 @@ class OffloadingConnectorScheduler:
         load_jobs = self._loader.collect(self._clock.now())
         self._preempted(step)
         staying = [known for scheduled in step.scheduled if (known := self._scheduled(scheduled)) is not None]
-        self._storer.pass_over(self._leaving, staying)
         given_away = frozenset(self._allocated | step.allocated_block_ids)
         self._allocated = set()
-        if given_away:
+        # A manager that was closed takes no more; the engine goes on without it.
+        with contextlib.suppress(ClosedError):
+            self._storer.pass_over(self._leaving, staying)
             self._storer.given_away(given_away)
         for state in self._leaving:
             self._storer.let_go(state)
@@ -288,7 +299,8 @@ class OffloadingConnectorScheduler:
     def reset(self) -> None:
         """The weights change: nothing that is held or was computed counts any more. The manager's ``reset`` is the caller's.
 
-        Jobs in flight end as they do; the manager knows that they are of the old weights. A request that runs on with the
+        Jobs in flight end as they do; the manager knows that they are of the old weights. A request whose load is with the
+        workers then gets bytes of the old weights: the engine takes its blocks away when that load ends. A request that runs on with the
         blocks it has stores nothing any more, until it has lost them.
         """
         for state in self._requests.values():
@@ -305,8 +317,6 @@ class OffloadingConnectorScheduler:
         """Give back all that is leased, held or on the wire. Shut the workers down first: what they have not reported counts
         as failed, and its slots may be used again. The manager's close is the caller's."""
         self.reset()
-        for request_id in list(self._loader.waiting):
-            self._loader.abort(request_id)
         self._loader.waiting.clear()
         self._jobs.abandon()
 

@@ -24,6 +24,8 @@ class GroupState:
     blocks are gone."""
     hold: int = 0
     """The hold of the blocks below ``cursor``; 0 if there is none."""
+    held_from: int = 0
+    """Blocks below it left a sliding window, and are held no more."""
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class RequestState:
         """The GPU blocks are gone: lists and cursors start again. Returns the holds that end with them."""
         holds = [part.hold for part in self.groups if part.hold]
         for part in self.groups:
-            part.table, part.cursor, part.hold = (), 0, 0
+            part.table, part.cursor, part.hold, part.held_from = (), 0, 0, 0
         self.confirmed_tokens = self.settled_tokens = 0
         return holds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tiering.connectors.geometry import Geometry, GroupGeometry
-from tiering.connectors.jobs import JobTable, SpecParts
+from tiering.connectors.jobs import CoreJob, JobTable, SpecParts
 from tiering.connectors.state import GroupState, RequestState
 from tiering.connectors.wire import StoreJob
 from tiering.core.events import StorePlan
@@ -25,7 +25,7 @@ class _Copies:
     """One request's job in the making."""
 
     spec: SpecParts
-    core_jobs: list[tuple[int, int]] = field(default_factory=list)
+    core_jobs: list[CoreJob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class _Resident:
     group: GroupGeometry
     key: BlockKey
     gpu_block_ids: tuple[int, ...]
+    run: int
+    """One number for all blocks of a group that a request left behind."""
     position: int
 
 
@@ -61,6 +63,7 @@ class Storer:
     _held: dict[int, tuple[RequestState, GroupGeometry, GroupState]] = field(default_factory=dict)
     """By hold."""
     _windowed: bool = False
+    _runs: int = 0
     _residents: dict[int, _Resident] = field(default_factory=dict)
     """By each of their GPU blocks. ``gpu_evicted`` alone."""
     _copies: dict[tuple[str, bool], _Copies] = field(default_factory=dict)
@@ -106,10 +109,21 @@ class Storer:
             if resident is not None:
                 lost[resident.group.group, resident.key] = resident
                 self._forget(resident)
-        for resident in sorted(lost.values(), key=lambda r: (r.group.group, r.position)):
-            plan = self.sync.plan_store([resident.key], group=resident.group.group)
-            self.counters.evicted_stores += len(plan.grants)
-            self._take((_NOBODY, False), resident.group, plan, [resident.gpu_block_ids] * len(plan.grants))
+        run: list[_Resident] = []
+        for resident in sorted(lost.values(), key=lambda r: (r.run, r.position)):
+            if run and (resident.run != run[-1].run or resident.position != run[-1].position + 1):
+                self._store_lost(run)
+                run = []
+            run.append(resident)
+        if run:
+            self._store_lost(run)
+
+    def _store_lost(self, run: Sequence[_Resident]) -> None:
+        """Blocks that follow each other. The one before may still be on the GPU alone, so no parent is named."""
+        group = run[0].group
+        plan = self.sync.plan_store([resident.key for resident in run], group=group.group)
+        self.counters.evicted_stores += len(plan.grants)
+        self._take((_NOBODY, False), group, plan, [run[grant.index].gpu_block_ids for grant in plan.grants])
 
     def take(self, given_away: frozenset[int]) -> tuple[dict[int, StoreJob], set[int]]:
         """The jobs made since the last call; and those of them that must be copied before this step's forward pass.
@@ -199,13 +213,6 @@ class Storer:
         if part.hold and fresh:
             self.sync.extend_hold(part.hold, fresh)
 
-    def _first_there(self, group: GroupGeometry, part: GroupState) -> int:
-        """The first block below the cursor that the GPU still has, and all behind it up to the cursor."""
-        first = part.cursor
-        while first and group.gpu_blocks(part.table, first - 1) is not None:
-            first -= 1
-        return first
-
     # -- re-store -----------------------------------------------------------------------------------------------------
 
     def _restore(self, leaving: Sequence[RequestState], *, everybody: bool) -> None:
@@ -225,8 +232,14 @@ class Storer:
     def _trim(self, state: RequestState) -> None:
         """What left a sliding window is on the GPU no more."""
         for group, part in zip(self.geometry.groups, state.groups, strict=True):
-            if part.hold and group.windowed:
-                self.sync.trim_hold(part.hold, self._first_there(group, part))
+            if not part.hold or not group.windowed:
+                continue
+            first = part.held_from
+            while first < part.cursor and group.gpu_blocks(part.table, first) is None:
+                first += 1
+            if first > part.held_from:
+                part.held_from = first
+                self.sync.trim_hold(part.hold, first)
 
     def let_go(self, state: RequestState) -> None:
         """The GPU blocks are gone: nothing is held any more, and cursors start again."""
@@ -239,6 +252,7 @@ class Storer:
     def _remember(self, state: RequestState) -> None:
         """The request leaves; its blocks stay in the engine's cache until it needs the room."""
         for group, part in zip(self.geometry.groups, state.groups, strict=True):
+            self._runs += 1
             for position in range(self._end(state, group, part)):
                 ids = group.gpu_blocks(part.table, position)
                 if ids is None:
@@ -246,7 +260,7 @@ class Storer:
                 for block in ids:
                     if (old := self._residents.get(block)) is not None:
                         self._forget(old)
-                resident = _Resident(group, part.keys[position], ids, position)
+                resident = _Resident(group, part.keys[position], ids, self._runs, position)
                 self._residents.update(dict.fromkeys(ids, resident))
 
     def _forget(self, resident: _Resident) -> None:
@@ -261,11 +275,12 @@ class Storer:
         """Put a plan's grants into the job of this step; ``ids``: the GPU blocks of each."""
         if not plan.job:
             return
-        if None in ids:
-            # A block that the GPU has no more was still held: nothing of this plan is copied, and the blocks are due again.
-            self.sync.complete(plan.job, [Outcome.CANCELLED] * len(plan.grants))
+        copied = tuple(blocks is not None for blocks in ids)
+        if not any(copied):
+            self.sync.complete(plan.job, [Outcome.CANCELLED] * len(ids))
             return
         copies = self._copies.setdefault(whose, _Copies(SpecParts(len(self.geometry.groups))))
-        copies.core_jobs.append((plan.job, len(plan.grants)))
+        copies.core_jobs.append((plan.job, copied))
         for grant, blocks in zip(plan.grants, ids, strict=True):
-            copies.spec.add(group.group, blocks or (), grant.slot)
+            if blocks is not None:  # else it was held, and the GPU has it no more
+                copies.spec.add(group.group, blocks, grant.slot)

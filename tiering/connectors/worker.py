@@ -41,6 +41,8 @@ class OffloadingConnectorWorker:
         self._arena: Arena | None = None
         self._own_arena: Arena | None = None
         """Attached here, and closed here."""
+        self._unreachable = ""
+        """Why the slots of the scheduler's process cannot be mapped; "" if they can, or nobody has tried."""
         self._pinning: ArenaPinning | None = None
         self._engines: dict[TransferType, TransferEngine] = {}
         self._metadata: ConnectorMetadata | None = None
@@ -111,8 +113,12 @@ class OffloadingConnectorWorker:
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
         """Before the forward pass: submit what is deferred, and wait for the copies whose GPU blocks it overwrites."""
-        if metadata.arena is not None and self._arena is None:
-            self._attach(metadata.arena)
+        if metadata.arena is not None and self._arena is None and not self._unreachable:
+            try:
+                self._attach(metadata.arena)
+            except TieringError as error:
+                self._unreachable = str(error)
+                log.error("rank %d has no slots, every load and store of it fails: %s", self._rank, error)
         self._poisoned.clear()
         self._flushed.clear()
         self._submit_deferred()
@@ -208,7 +214,7 @@ class OffloadingConnectorWorker:
         self._told_max = max(self._told_max, job_id)
         engine = self._engines.get(direction)
         if engine is None:
-            self._fail(direction, job_id, "this rank has no slots yet: register_kv_caches first")
+            self._fail(direction, job_id, self._unreachable or "this rank has no slots yet: register_kv_caches first")
             return
         try:
             engine.submit(job_id, spec)

@@ -71,6 +71,8 @@ def request_step(world: World, event: RestoreStep) -> RestorePlan:
         if not world.pools[hold.pool].free and world.now_s < hold.looks_again_s:
             dry += len(hold.due)
             continue
+        if hold.stepped and len(due) + len(hold.due) > DUE_STEP_MAX and hold.hold in world.due_steps:
+            world.due_steps[hold.hold] = world.due_steps.pop(hold.hold)  # the others come first in the next step
         for key in list(islice(hold.due, max(0, DUE_STEP_MAX - len(due)))):
             world.counters.restore_examined += 1
             hold.due.move_to_end(key)
