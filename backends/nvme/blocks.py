@@ -323,7 +323,7 @@ class Blocks:
 
     async def _log(self, written: Sequence[Move]) -> OSError | None:
         records = [self.index.put_record(move.key, move.entry) for move in written]
-        return await self.journal.append(self._touch_records() + records)
+        return await self._append_with_touches(records)
 
     def _doom(self, handle: bytes, entry: Entry) -> None:
         """Take the block out of the index now; ``_bury`` does the rest."""
@@ -353,14 +353,16 @@ class Blocks:
         while len(self._unlogged_touches) > TOUCHES_MAX:
             del self._unlogged_touches[next(iter(self._unlogged_touches))]
 
-    def _touch_records(self) -> list[bytes]:
+    async def _append_with_touches(self, records: list[bytes]) -> OSError | None:
+        """Log these, behind what was touched since. Touches count once they are in the file."""
         touched, self._unlogged_touches = self._unlogged_touches, {}
+        error = await self.journal.append(self.index.touch_records(touched) + records)
         self.counters["logged_touches"] += len(touched)
-        return self.index.touch_records(touched)
+        return error
 
     async def _log_touches(self) -> None:
         self._apply_touches()
-        await self.journal.append(self._touch_records())
+        await self._append_with_touches([])
 
     def _count(self, op: str, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def with_few_bytes(module: str) -> tuple[str, ...]:
 
 
 REDIS = with_few_bytes("bench_redis")
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """For temporary files, with a path short enough for a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +84,28 @@ def test_the_figures_of_each_block_size_and_way(server: Valkey, tmp_path: Path, 
     assert documented_fields(section) == fields_of(result)
 
 
-def test_without_a_url_it_starts_a_server_and_ends_it(tmp_path: Path) -> None:
-    done = run("bench", "redis", "--pairs", "3", cwd=tmp_path, program=REDIS, TMPDIR=str(tmp_path))
+@pytest.mark.parametrize("path_bytes", [0, 100])
+def test_without_a_url_it_starts_a_server_and_ends_it(path_bytes: int, temporary: Path, tmp_path: Path) -> None:
+    """Also where the path of a temporary file is too long for a unix socket."""
+    temporary = temporary / ("x" * path_bytes)
+    temporary.mkdir(exist_ok=True)
+    done = run("bench", "redis", "--pairs", "3", cwd=tmp_path, program=REDIS, TMPDIR=str(temporary))
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("a server of the run's own, on a unix socket, 3 rounds\n")
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ended_early_it_leaves_no_server(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with started("bench", "redis", "--pairs", "1000", cwd=tmp_path, program=REDIS, TMPDIR=str(tmp_path)) as process:
-        until(lambda: any(tmp_path.glob("*/valkey.sock")))
+def test_ended_early_it_leaves_no_server(number: signal.Signals, code: int, temporary: Path, tmp_path: Path) -> None:
+    with started("bench", "redis", "--pairs", "1000", cwd=tmp_path, program=REDIS, TMPDIR=str(temporary)) as process:
+        until(lambda: any(temporary.glob("*/valkey.sock")))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(number)
         out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "")
     assert children
     assert not any(os.path.exists(f"/proc/{child}") for child in children)
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["redis", "s3"])

