@@ -9,7 +9,7 @@ from typing import Final
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tiering.testing.conformance.base import MISSING, OK, Block, KitBase, Opened, Verdicts, close
 from tiering.testing.conformance.rules import require
@@ -41,6 +41,12 @@ class BackendMachine(RuleBasedStateMachine):
 
     def _expected(self, batch: Sequence[Block]) -> Verdicts:
         return Verdicts(OK if block in self.model else MISSING for block in batch)
+
+    @initialize()
+    def nothing_is_there(self) -> None:
+        """Each history begins with what no history may leave to chance."""
+        self.contains(list(range(KEYS)))
+        self.load(list(range(KEYS)))
 
     @rule(picks=_batches)
     def store(self, picks: list[int]) -> None:
